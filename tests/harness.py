@@ -1,0 +1,140 @@
+"""How a test asks for ranks: `on_ranks(4, function, *args)` forks four, and returns four answers.
+
+The ranks of each call are forked from the test's process and gone when it returns, so no test can
+poison the next. A rank that raises, dies or hangs fails the test with its number and with where it
+stood. A test's process itself never joins a group.
+"""
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(os.environ.get("CHAPTERS", ROOT)).resolve()), str(ROOT)]
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)  # a used pool of threads and a fork hang
+
+AFTER_A_FAILURE = 2  # seconds that the other ranks get to say what they saw
+SIGNALS = {
+    "SIGABRT": " (gloo aborts when ranks call a collective with different sizes)",
+    "SIGKILL": " (by somebody, or for want of memory)",
+}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung. The text begins with its number."""
+
+
+def chapter(name):
+    """The module of a chapter, such as "03_tp", from $CHAPTERS, else from the repository."""
+    return importlib.import_module(name)
+
+
+def on_ranks(n, function, *args, timeout=40):
+    """Run function(*args) on n forked gloo ranks; return what each returned, by rank.
+
+    `timeout`, in seconds, bounds each collective and the whole. Raises RankFailed.
+    """
+    fork, ends, ranks = get_context("fork"), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(n):
+            here, there = fork.Pipe(duplex=False)
+            task = (rank, n, function, args, folder, timeout, there)
+            ranks.append(fork.Process(target=_rank, args=task))
+            ranks[-1].start()
+            there.close()  # so that a rank's death is the end of its pipe
+            ends.append(here)
+        try:
+            return _answers(ranks, ends, folder, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _rank(rank, n, function, args, folder, timeout, answer):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    sys.stdout = sys.stderr = open(f"{folder}/{rank}.out", "w", buffering=1)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    try:
+        store = dist.FileStore(f"{folder}/store", n)
+        given = dict(store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
+        dist.init_process_group("gloo", **given)
+        said = "returned", function(*args)
+        dist.destroy_process_group()
+    except BaseException:
+        said = "raised", traceback.format_exc()
+    answer.send_bytes(pickle.dumps(said))
+    os._exit(0)  # groups that a test left alive would abort an ordinary exit
+
+
+def _answers(ranks, ends, folder, timeout):
+    """Each rank's answer, in the order of ranks; or RankFailed with the first failure in time."""
+    answers, failures, deadline = {}, [], time.monotonic() + timeout
+    while len(answers) + len(failures) < len(ranks):
+        waiting = [end for rank, end in enumerate(ends) if rank not in answers | dict(failures)]
+        ready = connection.wait(waiting, max(0, deadline - time.monotonic()))
+        for rank in sorted(ends.index(end) for end in ready):
+            try:
+                how, said = pickle.loads(ends[rank].recv_bytes())
+            except EOFError:
+                ranks[rank].join()
+                how, said = "died", signal.Signals(-ranks[rank].exitcode).name
+                said += SIGNALS.get(said, "")
+            if how == "returned":
+                answers[rank] = said
+            else:
+                failures.append((rank, f"rank {rank} {how}: {said}"))
+                deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+        if not ready:
+            break
+    if len(answers) == len(ranks):
+        return [answers[rank] for rank in range(len(ranks))]
+    if failures:
+        lost = [text for _, text in failures if "onnection closed" not in text] or [failures[0][1]]
+        raise RankFailed(lost[0])
+    hung = [rank for rank in range(len(ranks)) if rank not in answers]
+    for rank in hung:
+        os.kill(ranks[rank].pid, signal.SIGUSR1)
+    time.sleep(0.2)  # the ranks write where they stand
+    said = [Path(folder, f"{rank}.out").read_text().partition(f'  File "{__file__}"') for rank in hung]
+    stacks = "".join(f"\nrank {rank}: {stack}" for rank, (stack, *_) in zip(hung, said))
+    raise RankFailed(f"rank {', '.join(map(str, hung))} hung for {timeout} s{stacks}")
+
+
+def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
+    """Run a script as its user does: by `python`, or by torchrun with that many ranks.
+
+    Returns the CompletedProcess, its output as text. Nothing that it started outlives the call.
+    """
+    command = [sys.executable]
+    if torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", torchrun]
+    command = [*map(str, command), str(script), *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            raise AssertionError(f"{command} ran past {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
