@@ -109,12 +109,17 @@ def _answers(ranks, ends, folder, timeout):
         lost = [text for _, text in failures if "onnection closed" not in text] or [failures[0][1]]
         raise RankFailed(lost[0])
     hung = [rank for rank in range(len(ranks)) if rank not in answers]
-    for rank in hung:
-        os.kill(ranks[rank].pid, signal.SIGUSR1)
-    time.sleep(0.2)  # the ranks write where they stand
-    said = [Path(folder, f"{rank}.out").read_text().partition(f'  File "{__file__}"') for rank in hung]
-    stacks = "".join(f"\nrank {rank}: {stack}" for rank, (stack, *_) in zip(hung, said))
+    stacks = "".join(f"\nrank {r}: {_stack(ranks[r], Path(folder, f'{r}.out'))}" for r in hung)
     raise RankFailed(f"rank {', '.join(map(str, hung))} hung for {timeout} s{stacks}")
+
+
+def _stack(process, said):
+    """Where a rank that hangs stands, innermost call first; it writes when it is asked to."""
+    before, asked = said.stat().st_size, time.monotonic()
+    os.kill(process.pid, signal.SIGUSR1)
+    while said.stat().st_size == before and time.monotonic() < asked + 2:
+        time.sleep(0.01)
+    return said.read_text()[before:].partition(f'  File "{__file__}"')[0]
 
 
 def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):

@@ -30,12 +30,12 @@ def test_each_rank_answers(n):
 
 def raises():
     if dist.get_rank() == 2:
-        raise ValueError("a bad sample")
+        raise ValueError("bad")
     return total()
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback():
-    with pytest.raises(RankFailed, match=r"(?s)^rank 2 raised: .*in raises.*ValueError: a bad sample"):
+    with pytest.raises(RankFailed, match=r"(?s)^rank 2 raised: .* in raises\n.*ValueError: bad"):
         on_ranks(4, raises)
 
 
