@@ -101,14 +101,14 @@ def prove(rows, device):
     worst = torch.tensor(mine, dtype=torch.float64, device=device).nan_to_num(math.inf)
     # all_reduce(MAX) over all ranks, four numbers a row: the worst rank speaks for all
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    say(f"{'':36}  error         sent      formula         held      formula")
+    say(f"{'':36}    error         sent      formula         held      formula")
     broken = 0
     for row, (error, wrong, unsent, unheld) in zip(rows, worst.tolist()):
         holds = abs(error - wrong) <= max(1e-6 * wrong, 1e-10) and unsent < 0.5 and unheld < 0.5
         pairs = (row.sent or "--"), (row.held or "--")
         numbers = "".join(f"{x:>13}" if x == "-" else f"{x:13,.0f}" for pair in pairs for x in pair)
         note = f"  wrong on purpose: {wrong:.3g} predicted" if wrong else ""
-        say(f"{row.name:36}{error:7.1g}{numbers}{note}{'' if holds else '  NOT AS CLAIMED'}")
+        say(f"{row.name:36}{error:9.2g}{numbers}{note}{'' if holds else '  NOT AS CLAIMED'}")
         broken |= not holds
     return int(broken)
 
@@ -227,7 +227,11 @@ def cut(text, closes=CLOSES):
 
 if __name__ == "__main__":
     for chapter in CHAPTERS:
-        before, found, after = cut(chapter.read_text())
+        try:
+            before, found, after = cut(chapter.read_text())
+        except ValueError:
+            print(f"{chapter.name} has no line {OPENS!r}, or no {CLOSES!r} after it")
+            continue
         if found != kit() and "--write" in sys.argv:
             chapter.write_text(before + kit() + after)
         if found != kit():
