@@ -300,7 +300,7 @@ class DataParallel(nn.Module):
 
 
 def accumulate(parallel, micro_batches, valid):
-    """Gradients of a step of K micro-batches, reduced once. Returns this rank's share of the loss."""
+    """Backward of K micro-batches, reduced once. Returns this rank's share of the loss."""
     *first, last = micro_batches
     with parallel.no_sync():
         loss = sum(loss_and_gradients(parallel, x_bS, y_bS, valid) for x_bS, y_bS in first)
@@ -480,15 +480,18 @@ def proof(group, device):
         ("all_reduce_flat", after_backward(all_reduce_flat), ring, 2 * P),
         ("DataParallel, 3 micro-batches", during_backward, ring, P),
         ("DataParallel(overlap=False)", partial(during_backward, overlap=False), ring, P),
-        (
-            "gather_and_broadcast", by_hand(gather_and_broadcast),
-            P if r else (n - 1) * P, 2 * P + (P if r == 0 and n > 1 else 0),
-        ),
-        (
-            "ring_all_reduce", by_hand(ring_all_reduce),
-            2 * P - chunks[(r + 1) % n] - chunks[(r + 2) % n], 2 * P + (chunks[0] if n > 1 else 0),
-        ),
-    ]  # fmt: skip
+    ]
+    if n > 1:
+        ladder += [
+            (
+                "gather_and_broadcast", by_hand(gather_and_broadcast),
+                P if r else (n - 1) * P, 2 * P if r else 3 * P,
+            ),
+            (
+                "ring_all_reduce", by_hand(ring_all_reduce),
+                2 * P - chunks[(r + 1) % n] - chunks[(r + 2) % n], 2 * P + chunks[0],
+            ),
+        ]  # fmt: skip
     for name, rung, sent, held in ladder:
         gradients, sent_here, held_here = check(rung, group, device)
         yield Row(name, off(gradients, wanted), (sent_here, sent), (held_here, held))
@@ -639,10 +642,11 @@ def plot(args, group, device):
         axis.vlines(ms(flights.gradients), 0.2, 1, color="#0b3c5d", linewidth=1)
         axis.axvline(ms(flights.gradients)[-1], color="k", linestyle=":", linewidth=1)
         for k, (left, landed) in enumerate(map(ms, flights.buckets)):
-            axis.barh(-2 * (k + 0.5) / N, landed - left, 1.4 / N, left, color="#f2a541")
+            axis.barh(-2 * (k + 0.5) / N, landed - left, min(1.4 / N, 0.3), left, color="#f2a541")
         axis.set_yticks([0.6, -1], ["gradients", "buckets\nin flight"])
-        title = f"buckets of {args.bucket_mb} MB: {N} in flight for {flights.hidden():.0%}"
-        axis.set_title(f"{title} of their time behind backward", loc="left", fontsize=10)
+        hidden = f"{flights.hidden():.0%} of their flight is hidden"
+        title = f"buckets of {args.bucket_mb} MB: {N}; {hidden}"
+        axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel("ms since the first gradient; dotted: the last one, backward is over")
     if dist.get_rank() == 0:
