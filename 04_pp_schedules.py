@@ -1,0 +1,1296 @@
+"""04 · Pipeline schedules: a schedule is a list
+
+The layers are cut into stages, the batch into micro-batches; a rank runs its stage on one after
+another. In which order? That is a list per rank, nothing more. The same list is simulated, drawn,
+and executed on real ranks, and what was measured is compared with what was predicted.
+
+    rank 0  F0 F1 F2 F3 .. .. .. B0 F4 ...      F forward      I input gradient: upstream waits
+    rank 1     F0 F1 F2 .. .. B0 F3 B1 ...      B = I and W    W weight gradient: nobody waits
+
+    moves   B·S·D per boundary, micro-batch and direction; boundaries: p-1, or vp-1 with v chunks
+            per rank (not 10-20% more: (vp-1)/(p-1) times), or 2(p-1) for a V
+    held    activations of up to m micro-batches (GPipe) or p - s of them on rank s (1F1B)
+    bubble  idle time. (p-1)(F+B) for GPipe and for 1F1B *alike*: 1F1B saves memory, not time.
+            (p-1)/m of the ideal time, which is (p-1)/(m+p-1) of the step (the guide's
+            (P-1)/(P+M) is neither); ZB-H1 leaves a third of it at F = I = W, ZB-H2 none
+
+    python 04_pp_schedules.py                              prove every schedule, train with 1f1b
+    python 04_pp_schedules.py --schedule zb-h1 --plot out  predicted above measured, as pictures
+    python 04_pp_schedules.py --simulate --ranks 64 --microbatches 512 --costs 1,1,1,0.1
+
+Guide  Pipeline Parallelism · Pipeline schedules · PP's activation surcharge · pipeline overlap.
+Its table of schedules has the memory column upside down: GPipe's is the highest.
+Questions  Q4.1 ** the list   Q4.2 * warm-up   Q4.3 * who waits for what   Q4.4 ** deferring W
+           Q4.5 ** the loss of a micro-batch   Q4.6 *** posting messages that cannot deadlock
+"""
+# B sequences of a micro-batch · S positions · D width · V vocabulary · L layers
+# p ranks, s one of them · m micro-batches, i one of them · v chunks (stages) per rank
+
+import argparse
+import inspect
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections import Counter, defaultdict, deque, namedtuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from heapq import heappop, heappush
+from pathlib import Path
+from pydoc_data.topics import topics
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as nnf
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = ["Op", "SCHEDULES", "placement", "simulate", "marginal", "execute", "gantt"]
+
+# ── the ladder: twelve schedules, each a list of cells per rank ──────────────────────────────
+
+Op = namedtuple("Op", "kind stage microbatch direction", defaults=(0,))
+
+
+def walk(forwards, backwards, warmup, lag=None):
+    """One rank's list: `warmup` forwards, then one forward and one backward in turn, then the rest.
+
+    Args: (stage, micro-batch) pairs in the order in which this rank takes them. With a lag the
+    backwards are split, and each W comes `lag` backwards after its I.
+    """
+    # Q4.1 ** Write the list. Eight schedules are this loop with another warm-up, order and lag.
+    #         hint: as many backwards as forwards; the forwards run out `warmup` pairs early
+    cells = [Op("F", *at) for at in forwards[:warmup]]
+    for n, at in enumerate(backwards):
+        cells += [Op("F", *ahead) for ahead in forwards[warmup + n : warmup + n + 1]]
+        cells.append(Op("B" if lag is None else "I", *at))
+        if lag is not None and n >= lag:
+            cells.append(Op("W", *backwards[n - lag]))
+    if lag is not None:
+        cells += [Op("W", *at) for at in backwards[max(0, len(backwards) - lag) :]]
+    # /Q4.1
+    return [(op,) for op in cells]
+
+
+def looped(p, m, warmup, v=1, g=None, lag=lambda s: None):
+    """Every rank's list. Chunk c of rank s is stage c·p + s; micro-batches pass through all chunks
+    of a rank in groups of g, backwards through the chunks in reverse. warmup, lag: functions of s.
+    """
+    groups = [range(m)[k : k + (g or m)] for k in range(0, m, g or m)]
+
+    def order(s, chunks):
+        return [(c * p + s, i) for group in groups for c in chunks for i in group]
+
+    up, down = range(v), range(v)[::-1]
+    return [walk(order(s, up), order(s, down), warmup(s), lag(s)) for s in range(p)]
+
+
+def gpipe(p, m):
+    """All forwards, then all backwards (Huang et al., arXiv:1811.06965)."""
+    return looped(p, m, warmup=lambda s: m)
+
+
+def one_f_one_b(p, m):
+    """Each backward as soon as it can run: p - s micro-batches held on rank s instead of GPipe's m,
+    and the same bubble (PipeDream-Flush, Narayanan et al., arXiv:2006.09503)."""
+    # Q4.2 * How many forwards does rank s run before its first pair of F and B? One too few costs
+    #        21 units of 33 at p = 4, m = 8.   hint: how many stages are between s and the loss?
+    return looped(p, m, warmup=lambda s: p - 1 - s)
+    # /Q4.2
+
+
+def eager_1f1b(p, m):
+    """1F1B that runs a round trip ahead: slow links are hidden, for up to twice the memory."""
+    return looped(p, m, warmup=lambda s: 2 * (p - 1 - s))
+
+
+def interleaved(p, m, v=2, g=None):
+    """1F1B with v chunks per rank: 1/v of the bubble (Narayanan et al., arXiv:2104.04473)."""
+    g = group_size(p, m, g)
+    return looped(p, m, lambda s: 2 * (p - 1 - s) + (v - 1) * g, v, g)
+
+
+def looped_bfs(p, m, v=2):
+    """GPipe with v chunks per rank, breadth first (Lamy-Poirier, arXiv:2211.05953)."""
+    return looped(p, m, lambda s: m * v, v)
+
+
+def zb_h1(p, m):
+    """1F1B whose weight gradients wait until there is nothing else (Qi et al., arXiv:2401.10241)."""
+    return looped(p, m, lambda s: p - 1 - s, lag=lambda s: s)
+
+
+def zb_h2(p, m):
+    """Eager 1F1B likewise: between its first and its last operation no rank idles."""
+    return looped(p, m, lambda s: 2 * (p - 1 - s), lag=lambda s: 2 * s)
+
+
+def interleaved_zb(p, m, v=2, g=None):
+    """Interleaved likewise, at 1F1B's memory (torch's InterleavedZeroBubble)."""
+    g = group_size(p, m, g)
+    return looped(p, m, lambda s: p - 1 - s + (v - 1) * g, v, g, lambda s: s)
+
+
+def group_size(p, m, g=None):
+    """Micro-batches per group, g or the least that fits: a group smaller than p, be it the last,
+    leaves the first rank waiting for the last, or each for the other."""
+    fit = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p] or [m]
+    if g not in (None, *fit):
+        raise ValueError(f"--group {g} with --microbatches {m} stalls {p} ranks: use one of {fit}")
+    return g or fit[0]
+
+
+def zb_auto(p, m, limit=None, costs=(1, 1, 1, 0), kept=1.0):
+    """Greedy: a rank that is free takes I if it can, else F if memory allows, else W.
+
+    limit: micro-batches whose activations a rank may hold (default 2p - 1: no bubble within a
+    rank's span; p is ZB-H1's memory). kept: the part of them that lives on from I to W.
+    Source: the heuristic of Qi et al., arXiv:2401.10241, section 3.1, without its look-ahead.
+    """
+    limit, (F, I, W, comm) = 2 * p - 1 if limit is None else limit, costs
+    if limit < 1:
+        raise ValueError(f"--limit {limit}: a rank must be allowed one micro-batch")
+    lists, counts, end = [[] for _ in range(p)], [Counter() for _ in range(p)], {}
+    free, turn = [(0.0, s, s) for s in range(p)], p  # (when, whose turn first, rank)
+
+    def arrival(kind, i, source):
+        if i == m or source not in range(p):
+            return 0 if i < m else math.inf
+        return end.get((kind, source, i), math.inf) + comm
+
+    while free:
+        (now, _, s), turn = heappop(free), turn + 1
+        n = counts[s]
+        next_F = arrival("F", n["F"], s - 1)
+        next_I = arrival("I", n["I"], s + 1) if n["I"] < n["F"] else math.inf
+        if next_I <= now:
+            kind, cost = "I", I
+        elif next_F <= now and n["F"] + 1 - (1 - kept) * n["I"] - kept * n["W"] <= limit:
+            kind, cost = "F", F
+        elif n["W"] < n["I"]:
+            kind, cost = "W", W
+        else:  # sleep until something arrives here, or until another rank has moved
+            later = [t for t in (next_F, next_I, *(when for when, *_ in free)) if now < t < math.inf]
+            if n["W"] < m:
+                heappush(free, (min(later, default=now), turn, s))
+            continue
+        lists[s].append((Op(kind, s, n[kind]),))
+        end[kind, s, n[kind]] = now + cost
+        n[kind] += 1
+        heappush(free, (now + cost, turn, s))
+    return lists
+
+
+def spell(words, **chunks):
+    """A rank's list from words: "Fa" is the next forward of chunk a, "W" the oldest weight gradient
+    still owed, "Fa&Bb" one fused cell. chunks: letter = (stage, direction, its micro-batches). Words
+    beyond a chunk's last micro-batch are left out: a rule for many gives the list for few."""
+    taken, owed, cells = Counter(), [], []
+    for word in words.split():
+        cell = ()
+        for kind, *letter in word.split("&"):
+            if kind == "W":
+                letter, i = next(debt for debt in owed if debt[0] in letter or not letter)
+                owed.remove((letter, i))
+            else:
+                letter, way = letter[0], "forward" if kind == "F" else "backward"
+                i, taken[way, letter] = taken[way, letter], taken[way, letter] + 1
+                owed += [(letter, i)] * (kind == "I")
+            stage, direction, microbatches = chunks[letter]
+            cell += tuple(Op(kind, stage, j, direction) for j in microbatches[i : i + 1])
+        cells += [cell] if cell else []
+    return cells
+
+
+def zb_v(p, m):
+    """Stages down the ranks and back up: rank s holds s and 2p-1-s. ZB-H2's bubble at 1F1B's memory
+    (Qi et al., arXiv:2405.15362)."""
+    lists, n = [], max(m, 2 * p - 1)
+    for s in range(p):
+        words = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
+        words += "Fa Ia Wa Fb Ib Wb " * (n - 2 * p + s + 1) + "Ia Wa Fb Ib Wb " * (p - s - 1)
+        words += "Ia Ib " * s + "Ia Wa " * (p - s) + "Wb " * s + "Wa " * s
+        lists.append(spell(words, a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m))))
+    return lists
+
+
+def _dual_words(s, h, n):
+    """The eight phases of DualPipe (github.com/deepseek-ai/DualPipe) for position s of h in the
+    fold and n micro-batches per chunk, at least 2h. At the fold the first backward needs the
+    forward just before it, so the two cannot be one cell."""
+    words = "Fa " * (2 * (h - s - 1)) + "Fa Fb " * (s + 1) + "Ib Wb Fb " * (h - s - 1)
+    words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - 2 * h + s)
+    words += "Bb Fb&Ba " * (h - s - 1)
+    words += "".join(f"{'B' if k <= s else 'I'}{'ba'[k % 2]} " for k in range(2 * s + 2))
+    return words + "W Ia " * (h - s - 1) + "W " * (s + 1)
+
+
+def dualpipev(p, m):
+    """DualPipe cut in half: ZB-V's placement and one copy of the weights."""
+    lists, n = [], max(m, 2 * p)
+    for s in range(p):
+        chunks = dict(a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m)))
+        lists.append(spell(_dual_words(s, p, n), **chunks))
+    return lists
+
+
+def dualpipe(p, m):
+    """Both directions at once: rank r holds stage r of direction 0 and stage p-1-r of direction 1,
+    so two ranks hold each weight. m counts both directions (DeepSeek-V3, arXiv:2412.19437)."""
+    if p % 2:
+        raise ValueError(f"dualpipe folds the ranks in two: --ranks {p} is odd")
+    lists, half = [], (m + 1) // 2
+    shares = [(0, range(half)), (1, range(half, m))]
+    for r in range(p):
+        s, upper = min(r, p - 1 - r), r >= p // 2
+        chunks = dict(a=(s, *shares[upper]), b=(p - 1 - s, *shares[not upper]))
+        lists.append(spell(_dual_words(s, p // 2, max(half, p)), **chunks))
+    return lists
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_1f1b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-auto": zb_auto,
+    "zb-v": zb_v,
+    "interleaved-zb": interleaved_zb,
+    "dualpipev": dualpipev,
+    "dualpipe": dualpipe,
+}
+
+# ── the simulator ────────────────────────────────────────────────────────────────────────────
+
+Timed = namedtuple("Timed", "rank ops start end")  # a cell, and when its rank ran it
+
+
+def placement(schedule):
+    """{(direction, stage): rank}, read off the lists."""
+    return {(op.direction, op.stage): r for r, cells in enumerate(schedule) for c in cells for op in c}
+
+
+def n_stages(schedule):
+    """How many stages the model is cut into."""
+    return 1 + max(stage for _, stage in placement(schedule))
+
+
+def result(op):
+    """The key of what an operation leaves: an activation "F", a gradient "G", or "W"."""
+    return "G" if op.kind in "IB" else op.kind, op.stage, op.microbatch
+
+
+def needs(op, last):
+    """The keys of what an operation waits for; `last` is the last stage."""
+    # Q4.3 * What must be there before F, before I or B, and before W can run?
+    #        hint: what a neighbouring stage computes, and what this stage kept
+    if op.kind == "F":
+        return [("F", op.stage - 1, op.microbatch)] if op.stage else []
+    if op.kind == "W":
+        return [("G", op.stage, op.microbatch)]
+    above = [("G", op.stage + 1, op.microbatch)] if op.stage < last else []
+    return [("F", op.stage, op.microbatch), *above]
+    # /Q4.3
+
+
+def receiver(op, place, last):
+    """(rank, stage) that waits for an operation's result: the stage after F, the one before I and B.
+    (None, None) for W and at the ends."""
+    stage = op.stage + {"F": 1, "W": math.inf}.get(op.kind, -1)
+    return (place[op.direction, stage], stage) if 0 <= stage <= last else (None, None)
+
+
+def show(op):
+    """F3.7: the forward of stage 3 on micro-batch 7."""
+    return f"{op.kind}{op.stage}.{op.microbatch}"
+
+
+def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
+    """Time a schedule: each cell starts when its rank is free and all that its operations need is
+    there. A cell of several operations takes their sum; what it computed is there at its end.
+
+    Args:
+        schedule: per rank a list of cells, a cell being a tuple of Ops.
+        costs: (F, I, W, comm) in any unit; B takes I + W. F, I and W are for all layers of a rank
+            (a chunk takes its share), or functions (stage, micro-batch) -> time. comm is the
+            latency of a message.
+        kept: the part of a micro-batch's activations that lives on from I to W.
+    Returns a Timeline. Raises ValueError where a schedule cannot complete (with the operation that
+    blocks each rank), or has an operation too many or too few.
+    """
+    if any(not callable(cost) and cost < 0 for cost in costs):
+        raise ValueError(f"costs {costs}: a time cannot be negative; B is I + W, so B >= W")
+    last = n_stages(schedule) - 1
+    share = len(schedule) / n_stages(schedule)
+
+    def duration(op):
+        some = {"F": costs[:1], "I": costs[1:2], "W": costs[2:3], "B": costs[1:3]}[op.kind]
+        return sum(c(op.stage, op.microbatch) if callable(c) else c * share for c in some)
+
+    done, asleep, cells = {}, defaultdict(list), []
+    at, clock, awake = [0] * len(schedule), [0.0] * len(schedule), [*range(len(schedule))]
+    while awake:
+        rank = awake.pop()
+        for ops in schedule[rank][at[rank] :]:
+            inputs = [need for op in ops for need in needs(op, last)]
+            missing = next((need for need in inputs if need not in done), None)
+            if missing:
+                asleep[missing].append(rank)
+                break
+            there = [end + costs[3] * (source != rank) for end, source in map(done.get, inputs)]
+            start, at[rank] = max([clock[rank], *there]), at[rank] + 1
+            clock[rank] = start + sum(map(duration, ops))
+            cells.append(Timed(rank, ops, start, clock[rank]))
+            for op in ops:
+                if result(op) in done:
+                    raise ValueError(f"{show(op)} is a second time on rank {rank}'s list")
+                done[result(op)] = clock[rank], rank
+                awake += asleep.pop(result(op), ())
+    blocked = [
+        f"rank {rank} at {'&'.join(map(show, schedule[rank][at[rank]]))} for {show(Op(*key))}"
+        for key, ranks in asleep.items()
+        for rank in ranks
+    ]
+    if blocked:
+        raise ValueError("no rank can go on: " + ", ".join(sorted(blocked)))
+    _complete(done, cells, last)
+    return Timeline(sorted(cells, key=lambda cell: cell.end), kept)
+
+
+def _complete(done, cells, last):
+    """Raise where a micro-batch skips a stage on its way up or down, or a W is never taken."""
+    due = {("W", op.stage, op.microbatch) for cell in cells for op in cell.ops if op.kind == "I"}
+    for kind, _, i in [key for key in done if key[0] != "W"]:
+        due |= {(kind, stage, i) for stage in range(last + 1)} if (kind, 0, i) not in due else set()
+    if due - done.keys():
+        raise ValueError(f"the lists lack {', '.join(show(Op(*key)) for key in due - done.keys())}")
+
+
+@dataclass
+class Timeline:
+    """When each cell ran, by simulation or on the clock; one unit of time throughout.
+
+    cells: in an order in which they could run one at a time without any waiting for a later one.
+    """
+
+    cells: list
+    kept: float = 1.0
+
+    @cached_property
+    def ranks(self):
+        """The cells of each rank, in its order."""
+        ranks = defaultdict(list)
+        for cell in self.cells:
+            ranks[cell.rank].append(cell)
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    @cached_property
+    def last(self):
+        return max(op.stage for cell in self.cells for op in cell.ops)
+
+    @property
+    def makespan(self):
+        """From the first start on any rank to the last end on any."""
+        return max(cell.end for cell in self.cells) - min(cell.start for cell in self.cells)
+
+    @property
+    def span(self):
+        """The longest time from a rank's own first start to its own last end."""
+        return max(cells[-1].end - cells[0].start for cells in self.ranks)
+
+    @property
+    def ideal(self):
+        """The work of the busiest rank: what a step would take without a bubble."""
+        return max(sum(cell.end - cell.start for cell in cells) for cells in self.ranks)
+
+    def held(self, rank):
+        """[(time, micro-batches whose activations the rank holds)], each from its F to its B, or in
+        part to its W; one micro-batch in all layers of a rank counts 1."""
+        share, curve, level = len(self.ranks) / (self.last + 1), [], 0.0
+        freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
+        ops = [op for cell in self.ranks[rank] for op in cell.ops]
+        trained = {(op.stage, op.microbatch) for op in ops if op.kind != "F"}
+        for _, ops, start, end in self.ranks[rank]:
+            level += share * sum(op.kind == "F" and op[1:3] in trained for op in ops)
+            curve.append((start, level))
+            level -= sum(freed[op.kind] for op in ops)
+            curve.append((end, level))
+        return curve
+
+    @property
+    def peak(self):
+        """The most that each rank ever holds."""
+        return [max(level for _, level in self.held(rank)) for rank in range(len(self.ranks))]
+
+    @property
+    def crossings(self):
+        """Messages in all: activations up, gradients down."""
+        ops = [(cell.rank, op) for cell in self.cells for op in cell.ops]
+        place = {(op.direction, op.stage): rank for rank, op in ops}
+        return sum(receiver(op, place, self.last)[0] not in (None, rank) for rank, op in ops)
+
+
+def marginal(schedule, costs=(1, 1, 1, 0)):
+    """What one more iteration costs where ranks enter it as soon as they are done with the one
+    before, with no barrier at the optimizer's step: the bubble as a long run sees it."""
+    m = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
+
+    def makespan(times):
+        shift = lambda cell, k: tuple(op._replace(microbatch=op.microbatch + k * m) for op in cell)
+        lists = [[shift(cell, k) for k in range(times) for cell in cells] for cells in schedule]
+        return simulate(lists, costs).makespan
+
+    return makespan(3) - makespan(2)
+
+
+FORMULAS = {  # bubble at comm 0, counted in; peak on rank s (kept k); crossings; where all is exact
+    "gpipe": ("(p-1)*(F+B)", "makespan", "m", "p-1", "True"),
+    "1f1b": ("(p-1)*(F+B)", "makespan", "min(m, p-s)", "p-1", "True"),
+    "eager-1f1b": ("(p-1)*(F+B)", "makespan", "min(m, 2*(p-s)-1)", "p-1", "True"),
+    "interleaved": ("(p-1)*(F+B)/v", "makespan", "min(m, (2*(p-s)-1+(v-1)*g)/v)", "(v*p-1)*(p>1)", "m >= p"),
+    "looped-bfs": ("(p-1)*(F+B)/v", "makespan", "m", "(v*p-1)*(p>1)", "m >= p"),
+    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m >= p"),
+    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m >= 2*p-1"),
+    "zb-auto": ("0", "span", "2*p-1", "p-1", "F == I == W and k == 1 and m >= 2*p-1 == limit"),
+    "zb-v": ("0", "span", "p", "2*(p-1)", "F == I == W and m >= 2*p"),
+    "interleaved-zb": ("(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "(v*p-1)*(p>1)", "m >= p"),
+    "dualpipev": ("(p-1)*(F+2*B-3*W)/2", "makespan", "p+1/2", "2*(p-1)", "F == I == W and m >= 2*p"),
+    "dualpipe": ("(p/2-1)*(F+2*B-3*W)", "makespan", "p+1", "p-1", "F == I == W and m >= 2*p and m%2 == 0"),
+}
+
+
+def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
+    """(bubble, peak of each rank, crossings in all) by the papers' formulas; the first two are
+    None where they are not exact. B = I + W, and DualPipe's F&B takes F + B: no gain from the overlap itself."""
+    F, I, W, comm = costs
+    given = dict(p=p, m=m, v=v, g=group_size(p, m, g), limit=limit or 2 * p - 1, k=kept)
+    given |= dict(F=F, I=I, W=W, B=I + W)
+    bubble, _, peak, crossings, exact = FORMULAS[name]
+    crossings = 2 * m * eval(crossings, given)
+    if comm or not eval(exact, given):
+        return None, None, crossings
+    return eval(bubble, given), [eval(peak, given | dict(s=s)) for s in range(p)], crossings
+
+
+# ── drawing ──────────────────────────────────────────────────────────────────────────────────
+
+
+def sketch(timeline, width=160):
+    """A Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and on,
+    dots where it idles; "" where that takes more than `width` columns."""
+    p, ops = len(timeline.ranks), [op for cell in timeline.cells for op in cell.ops]
+    digits = 1 + len(str(max(op.microbatch for op in ops)))
+    least = min((cell.end - cell.start) / len(cell.ops) for cell in timeline.cells)
+    column, lines = (lambda t: round(t / least) * digits), []
+    for cells in timeline.ranks:
+        line = ""
+        for _, ops, start, end in cells:
+            words = [f"{op.kind}{op.microbatch}".ljust(digits, "_") for op in ops]
+            words = [word.lower() if op.stage >= p else word for word, op in zip(words, ops)]
+            line = (line.ljust(column(start), ".") + "".join(words)).ljust(column(end), "_")
+        lines.append(line.ljust(column(timeline.makespan), "."))
+    return "\n".join(lines) if len(lines[0]) <= width else ""
+
+
+COLORS = {"F": "#dcebf7", "I": "#f4b678", "B": "#d0693c", "W": "#1f3f5b"}  # light to dark
+NAMES = {"F": "forward", "I": "input gradient", "B": "both gradients", "W": "weight gradient"}
+
+
+def gantt(timelines, path, columns=1):
+    """Draw a Timeline, or {title: Timeline} as panels on one scale of time, into a picture file.
+
+    A bar is an operation, its number the micro-batch; a rank's second chunk (or direction) has a
+    dark foot. Under a rank's bars, in grey: the activations that it holds, on one scale for all.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    timelines = timelines if isinstance(timelines, dict) else {"": timelines}
+    every, rows = list(timelines.values()), math.ceil(len(timelines) / columns)
+    most, longest = max(max(t.peak) for t in every), max(t.makespan for t in every)
+    height = 0.5 + rows * (0.45 + 0.36 * max(len(t.ranks) for t in every))
+    figure = Figure(figsize=(13, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, (title, timeline) in zip(panels, timelines.items()):
+        bubble, peak = timeline.makespan - timeline.ideal, max(timeline.peak)
+        says = f"bubble {bubble / timeline.makespan:.1%} of the step · holds {peak:.3g} micro-batches"
+        axes.set_title(f"{title}   {says}".strip(), loc="left", fontsize=10)
+        axes.set(xlim=(0, longest), ylim=(len(timeline.ranks) - 0.4, -0.5))
+        _panel(axes, timeline, most, narrow=longest * columns / 130)
+    kinds = sorted({op.kind for t in every for c in t.cells for op in c.ops}, key=list(NAMES).index)
+    patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in kinds]
+    patches.append(Patch(fc="#9a9a9a", label="activations held"))
+    figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes, timeline, most, narrow):
+    zero, p = min(cell.start for cell in timeline.cells), len(timeline.ranks)
+    for rank, cells in enumerate(timeline.ranks):
+        for _, ops, start, end in cells:
+            left, parts = start - zero, sum(1 + (op.kind == "B") for op in ops)
+            for op in ops:  # of a fused cell, each operation gets its usual share
+                width = (end - start) * (1 + (op.kind == "B")) / parts
+                axes.barh(rank - 0.1, width, 0.5, left, color=COLORS[op.kind], ec="black", lw=0.3)
+                if op.stage >= p or op.direction:
+                    axes.barh(rank + 0.11, width, 0.08, left, color="black")
+                if width > narrow:
+                    ink = "white" if op.kind == "W" else "black"
+                    middle = left + width / 2, rank - 0.12
+                    axes.text(*middle, op.microbatch, color=ink, ha="center", va="center", size=7)
+                left += width
+        times, levels = zip(*timeline.held(rank))
+        curve = [rank + 0.48 - 0.3 * level / most for level in levels]
+        seconds = [t - zero for t in times]
+        axes.fill_between(seconds, curve, rank + 0.48, step="post", color="#9a9a9a", lw=0)
+
+
+# ── the serial twin, cut into stages ─────────────────────────────────────────────────────────
+
+
+class _Matmul(torch.autograd.Function):
+    """
+    forward   x Wᵀ
+    backward  the input gradient now; the weight gradient now, or later: a closure in a list
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.later = weight, later
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, d_y):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        d_x = d_y @ weight if ctx.needs_input_grad[0] else None
+        d_weight = lambda: d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+        def accumulate():
+            weight.grad = d_weight() if weight.grad is None else weight.grad + d_weight()
+
+        # Q4.4 ** Upstream waits for d_x and nobody for d_weight: return it, or leave it for later?
+        #         hint: a frozen weight owes nothing; if later is a list, autograd must get None
+        if not ctx.needs_input_grad[1]:
+            return d_x, None, None
+        if ctx.later is None:
+            return d_x, d_weight(), None
+        ctx.later.append(accumulate)
+        return d_x, None, None
+        # /Q4.4
+
+
+class Linear(nn.Module):
+    """x Wᵀ, (..., n_in) to (..., n_out), whose weight gradient can wait."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n_out, n_in) / n_in**0.5)
+
+    def forward(self, x, later=None):
+        return _Matmul.apply(x, self.weight, later)
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(x))), (B, S, D) to itself. Saved for backward: 9 · B·S·D elements, of which
+    the inputs of the two matrices, 5 · B·S·D, until W (and so long the gradients of their outputs).
+    """
+
+    def __init__(self, D):
+        super().__init__()
+        self.up, self.down = Linear(D, 4 * D), Linear(4 * D, D)
+
+    def forward(self, x_BSD, later=None):
+        return x_BSD + self.down(nnf.gelu(self.up(x_BSD, later)), later)
+
+
+class Stage(nn.Module):
+    """Consecutive blocks {global index: Block}; the first stage embeds, the last returns the loss.
+
+    A micro-batch is (x_BS, y_BS, divisor): bytes, the bytes after them (-100: not counted), and the
+    number of counted ones in the whole step. The head is the embedding's own weight (tied).
+    """
+
+    def __init__(self, blocks, embedding, first, last):
+        super().__init__()
+        self.blocks, self.first, self.last = nn.ModuleDict(blocks), first, last
+        self.D, self.embedding = embedding.embedding_dim, embedding if first or last else None
+
+    def boundary(self, microbatch):
+        """Room for what arrives from a neighbouring stage: (B, S, D)."""
+        return next(self.parameters()).new_empty(*microbatch[0].shape, self.D)
+
+    def forward(self, h_BSD, microbatch, later=None):
+        x_BS, y_BS, divisor = microbatch
+        if self.first:
+            h_BSD = self.embedding(x_BS)
+        for block in self.blocks.values():
+            h_BSD = block(h_BSD, later)
+        if not self.last:
+            return h_BSD
+        logits_BSV = _Matmul.apply(h_BSD, self.embedding.weight, later)
+        # Q4.5 ** Micro-batches differ in how many bytes count, and their gradients are summed. What
+        #         is the loss of one?   hint: not its mean, which weighs a short one like a long one
+        logits, targets = logits_BSV.flatten(0, 1), y_BS.flatten()
+        total = nnf.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return total / divisor
+        # /Q4.5
+
+
+def build(stages, layers, D=16, V=256):
+    """The model as a list of stages, from one seed however it is cut; run in turn, or as one stage,
+    it is the serial twin. Parameters are named by global layer index. Raises ValueError."""
+    if layers % stages:
+        raise ValueError(f"--layers {layers} cannot be cut into {stages} equal stages")
+    torch.manual_seed(0)
+    embedding, blocks = nn.Embedding(V, D), [(str(k), Block(D)) for k in range(layers)]
+    nn.init.normal_(embedding.weight, std=D**-0.5)
+    cut = lambda k: dict(blocks[k * layers // stages : (k + 1) * layers // stages])
+    return [Stage(cut(k), embedding, k == 0, k == stages - 1) for k in range(stages)]
+
+
+# ── the executor ─────────────────────────────────────────────────────────────────────────────
+
+
+class _Rank:
+    """What a rank has at hand: its stages, results that it waits for or has been sent, and the
+    graphs and closures of forwards whose backward is still to come."""
+
+    def __init__(self, schedule, stages, microbatches):
+        self.stages, self.microbatches, self.results, self.losses = stages, microbatches, {}, {}
+        ops = [op for cells in schedule for cell in cells for op in cell]
+        self.last, self.graphs, self.owed = n_stages(schedule) - 1, {}, {}
+        self.split = {op[1:3] for op in ops if op.kind == "I"}
+        self.trained = {op[1:3] for op in ops if op.kind in "IB"}
+
+    def run(self, op):
+        """Compute one operation; returns what the neighbouring stage is to get."""
+        at = op.stage, op.microbatch
+        return {"F": self.forward, "W": self.weights}.get(op.kind, self.backward)(*at)
+
+    def forward(self, stage, i):
+        x = self.results.pop(("F", stage - 1, i), None)
+        later = self.owed[stage, i] = [] if (stage, i) in self.split else None
+        with torch.set_grad_enabled((stage, i) in self.trained):
+            x = x if x is None else x.requires_grad_()
+            y = self.stages[stage](x, self.microbatches[i], later)
+        if y.requires_grad:  # the edge into the graph, not y: an output is freed once it is sent
+            self.graphs[stage, i] = x, get_gradient_edge(y)
+        if stage == self.last:
+            self.losses[i] = y.detach()
+        return y.detach()
+
+    def backward(self, stage, i):
+        d_y = self.results.pop(("G", stage + 1, i), None)
+        x, edge = self.graphs.pop((stage, i), (None, None))
+        if edge:  # a frozen first stage has none
+            torch.autograd.backward([edge], [self.losses[i].new_ones(()) if d_y is None else d_y])
+        return None if x is None else x.grad
+
+    def weights(self, stage, i):
+        for accumulate in self.owed.pop((stage, i)):
+            accumulate()
+
+
+def execute(schedule, stages, microbatches, group, last_backward=None):
+    """Run a schedule on the ranks of `group`, one list each, and add up gradients in .grad.
+
+    Args:
+        schedule: per rank a list of cells, as in SCHEDULES; micro-batches of which it has only F
+            run without gradients (validation).
+        stages: {stage: module}, this rank's. A module is called module(x, microbatch, later). x is
+            what the stage before returned, None for the first; the last returns its scalar loss.
+            later is None, or a list where the schedule splits this backward into I and W: then
+            each layer's backward appends to it a closure that adds the weight gradient to .grad,
+            and W calls these. module.boundary(microbatch) returns an empty tensor with the shape,
+            dtype and device of what arrives from a neighbour, either way.
+        microbatches: a sequence; its i-th is what modules get for micro-batch i.
+        last_backward: called with a stage once its last gradient of this step is complete. Closures
+            fire no parameter hooks, so a stage's data-parallel reduction starts here.
+    Returns ({micro-batch: loss} if the last stage is here, this rank's cells as Timed in seconds of
+    this machine's clock; on a GPU these are times of launching).
+
+    Nothing deadlocks, whatever the order of operations: every rank walks the same list of all
+    cells, in an order in which they could run one at a time, and posts a cell's messages where it
+    passes the cell. So the first cell that is not done never waits for one behind it, even if
+    each send and receive blocked; and two ranks post what passes between them in the same order,
+    which is all that NCCL goes by (it ignores tags).
+    """
+    walk_order, me, timed = simulate(schedule).cells, dist.get_rank(group), []
+    rank, place = _Rank(schedule, stages, microbatches), placement(schedule)
+    backwards = Counter(op.stage for cell in schedule[me] for op in cell if op.kind != "F")
+    arriving, leaving = {}, deque()
+    for cell in walk_order:
+        outputs = []
+        if cell.rank == me:
+            for need in [need for op in cell.ops for need in needs(op, rank.last)]:
+                if need in arriving:
+                    arriving.pop(need).wait()
+            start = time.perf_counter()
+            outputs = [rank.run(op) for op in cell.ops]
+            timed.append(Timed(me, cell.ops, start, time.perf_counter()))
+        for k, op in enumerate(cell.ops):
+            to, stage = receiver(op, place, rank.last)
+            # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
+            #          any. What does this rank do?   hint: it may be one of the two, both, neither
+            if cell.rank == me == to:
+                rank.results[result(op)] = outputs[k]
+            elif cell.rank == me and to is not None:
+                # isend to the neighbouring stage, B·S·D: both ends post it at this cell
+                leaving.append((dist.isend(outputs[k], group=group, group_dst=to), outputs[k]))
+            elif to == me:
+                room = rank.results[result(op)] = stages[stage].boundary(microbatches[op.microbatch])
+                # irecv, B·S·D: posted while the sender computes, awaited where it is first used
+                arriving[result(op)] = dist.irecv(room, group=group, group_src=cell.rank)
+            # /Q4.6
+        del outputs
+        while len(leaving) > 2:
+            leaving.popleft()[0].wait()
+        for op in cell.ops if cell.rank == me else ():
+            backwards[op.stage] -= op.kind != "F"
+            if last_backward and op.kind != "F" and not backwards[op.stage]:
+                last_backward(op.stage)
+    for work, _ in leaving:
+        work.wait()
+    return rank.losses, timed
+
+
+def share_gradients(schedule, stages, group):
+    """Add up the gradients of weights that two ranks hold: both ends' of a tied embedding, or
+    DualPipe's two copies of everything. Where one rank has both ends, autograd has done it."""
+    place, me = placement(schedule), dist.get_rank(group)
+    ends = place[0, 0], place[0, n_stages(schedule) - 1]
+    if (1, 0) in place:
+        peer, modules = dist.get_world_size(group) - 1 - me, [stages[s] for s in sorted(stages)]
+    elif me in ends and ends[0] != ends[1]:
+        peer, modules = sum(ends) - me, [s.embedding for s in stages.values() if s.embedding]
+    else:
+        return
+    params = dict.fromkeys(param for module in modules for param in module.parameters())
+    mine = torch.cat([param.grad.flatten() for param in params])
+    theirs = torch.empty_like(mine)
+    # isend and irecv with the rank that holds the same weights, theirs and ours, as one batch
+    swap = (dist.isend, mine), (dist.irecv, theirs)
+    for work in dist.batch_isend_irecv([dist.P2POp(*a, group=group, group_peer=peer) for a in swap]):
+        work.wait()
+    for param, part in zip(params, theirs.split([param.numel() for param in params])):
+        param.grad += part.view_as(param)
+
+
+# ── proof ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Scale:
+    """While open, weighs what autograd saves: `now` and at most `peak` bytes are alive. It looks at
+    the tensors themselves, so whatever holds on to one, a graph or a closure, is found out."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def weighed(self, block):
+        def forward(*args):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
+                return type(block).forward(block, *args)
+
+        block.forward = forward
+
+    def _pack(self, t):
+        self.now += t.nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(t, self._freed, t.nbytes)
+        return t
+
+    def _freed(self, nbytes):
+        self.now -= nbytes
+
+
+KEPT = 5 / 9  # of a Block's saved activations, what lives until W
+
+
+def proof_batch(m, device, B=2, S=8):
+    """m micro-batches of random bytes; ever fewer of them count, so that their sizes matter."""
+    batch, generator = [], torch.Generator().manual_seed(1)
+    for i in range(m):
+        x_BS, y_BS = torch.randint(256, (2, B, S), generator=generator).to(device)
+        y_BS[:, : i % S] = -100
+        batch.append((x_BS, y_BS))
+    divisor = sum((y_BS != -100).sum() for _, y_BS in batch)
+    return [(x_BS, y_BS, divisor) for x_BS, y_BS in batch]
+
+
+def twin_gradients(layers, batch, later=None):
+    """{name: gradient} and the loss of the serial twin on the whole batch as one."""
+    (twin,) = build(1, layers)
+    twin.to(batch[0][0].device, torch.float64)
+    x, y, divisors = zip(*batch)
+    loss = twin(None, (torch.cat(x), torch.cat(y), divisors[0]), later)
+    loss.backward()
+    return {name: param.grad for name, param in twin.named_parameters()}, loss.detach()
+
+
+def mine(schedule, model, group):
+    """{stage: module} of this rank."""
+    me = dist.get_rank(group)
+    return {stage: model[stage] for (_, stage), rank in placement(schedule).items() if rank == me}
+
+
+def check(schedule, layers, batch, group, times=1, share=True):
+    """One step by `schedule` beside the twin. Returns the largest relative error of the loss and of
+    this rank's gradients, bytes sent by all ranks, and the peak of bytes saved in this rank's
+    blocks. times: what each loss is multiplied by; share=False forgets the weights held twice."""
+    wanted, loss = twin_gradients(layers, batch)
+    stages, scale = mine(schedule, build(n_stages(schedule), layers), group), Scale()
+    for stage in stages.values():
+        stage.to(loss.device, torch.float64)
+        for block in stage.blocks.values():
+            scale.weighed(block)
+    given = [(x_BS, y_BS, divisor / times) for x_BS, y_BS, divisor in batch]
+    with Ledger() as ledger:
+        losses, _ = execute(schedule, stages, given, group)
+    if share:
+        share_gradients(schedule, stages, group)
+    totals = torch.stack([loss.new_tensor(sum(ledger.sent.values())), sum(losses.values(), 0 * loss)])
+    # all_reduce(SUM) over pp, 2: bytes of all ranks; the loss, which only the last stage knows
+    dist.all_reduce(totals, group=group)
+    named = [pair for stage in stages.values() for pair in stage.named_parameters()]
+    errors = [relative_error(param.grad, wanted[name]) for name, param in named]
+    return max(*errors, relative_error(totals[1], loss)), totals[0].item(), scale.peak
+
+
+def proof(args, group, device):
+    """A row for each schedule that can run here, and two that are wrong on purpose."""
+    p, m = dist.get_world_size(group), args.microbatches
+    layers, batch = args.layers or p * math.lcm(2, args.chunks or 2), proof_batch(m, device)
+    element = batch[0][0].numel() * 16 * 8
+    for name, schedule in schedules(args, p).items():
+        error, sent, held = check(schedule, layers, batch, group)
+        *_, crossings = closed_form(name, p, m, args.chunks or 2)
+        saved = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)] * layers / p * 9 * element
+        yield Row(name, error, (sent, crossings * element), (held, saved))
+    if p == 1 or m == 1:
+        return
+    schedule = SCHEDULES["1f1b"](p, m)
+    error, *_ = check(schedule, layers, batch, group, times=m)
+    yield Row("loss not divided by m", error, wrong=m - 1)
+    whole = twin_gradients(layers, batch)[0]["embedding.weight"]
+    below = twin_gradients(layers, batch, later=[])[0]["embedding.weight"]  # the head's is deferred
+    ends = relative_error(below, whole), relative_error(whole - below, whole)
+    error, *_ = check(schedule, layers, batch, group, share=False)
+    yield Row("tied ends not added up", error, wrong=max(ends))
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def schedules(args, p):
+    """{name: schedule} for p ranks: --schedule's, or without one all that can run there, each with
+    the options that it takes. Raises ValueError."""
+    flags = {"v": "--chunks", "g": "--group", "limit": "--limit"}
+    options = {"v": args.chunks, "g": args.group, "limit": args.limit}
+    options = {key: value for key, value in options.items() if value is not None}
+    made = {}
+    for name in [args.schedule] if args.schedule else SCHEDULES:
+        takes = inspect.signature(SCHEDULES[name]).parameters
+        for alien in [key for key in options if key not in takes and args.schedule]:
+            raise ValueError(f"{flags[alien]} means nothing to {name}")
+        if p % 2 == 0 or name != "dualpipe" or args.schedule:
+            given = {key: value for key, value in options.items() if key in takes}
+            made[name] = SCHEDULES[name](p, args.microbatches, **given)
+    return made
+
+
+class Sleeper(nn.Module):
+    """A stage that sleeps (F, I, W) seconds instead of computing, so that a few cores can stand for
+    many ranks: its messages, waits and order are real, its work is not."""
+
+    def __init__(self, seconds, last):
+        super().__init__()
+        self.seconds, self.last = seconds, last
+
+    def boundary(self, microbatch):
+        """Room for one number."""
+        return torch.empty(1)
+
+    def forward(self, x, microbatch, later=None):
+        y = _Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x, self.seconds, later)
+        return y.sum() if self.last else y
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds, later):
+        (forward, *ctx.seconds), ctx.later = seconds, later
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_y):
+        time.sleep(ctx.seconds[0])
+        weights = lambda: time.sleep(ctx.seconds[1])
+        weights() if ctx.later is None else ctx.later.append(weights)
+        return d_y, None, None
+
+
+def measure(schedule, group, costs=(1, 1, 1), unit=0.02):
+    """The measured Timeline, in units, of a schedule whose stages sleep `unit` seconds for each
+    unit of costs (F, I, W); on every rank."""
+    share = unit * len(schedule) / n_stages(schedule)
+    sleeps = [share * cost for cost in costs]
+    model = [Sleeper(sleeps, k == n_stages(schedule) - 1) for k in range(n_stages(schedule))]
+    microbatches = range(1 + max(op.microbatch for cells in schedule for c in cells for op in c))
+    dist.barrier(group=group)
+    _, timed = execute(schedule, mine(schedule, model, group), microbatches, group)
+    everyone = [None] * len(schedule)
+    dist.all_gather_object(everyone, timed, group=group)
+    cells = sorted((cell for cells in everyone for cell in cells), key=lambda cell: cell.end)
+    zero = min(cell.start for cell in cells)
+    return Timeline([Timed(r, ops, (a - zero) / unit, (b - zero) / unit) for r, ops, a, b in cells])
+
+
+def report(args, p, out=print):
+    """The table of predictions: what is simulated, and its closed form where that is exact."""
+    m, costs = args.microbatches, args.costs
+    out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. bubble: beyond the busiest rank's "
+        "work, of the\nmakespan and of a rank's span; next: one more step without a barrier; "
+        "held: micro-batches, the worst rank")  # fmt: skip
+    out("                makespan  bubble of step of ideal  in span formula      next   held formula  "
+        "messages")  # fmt: skip
+    for name, schedule in schedules(args, p).items():
+        t, of = simulate(schedule, costs), FORMULAS[name][1]
+        given = args.chunks or 2, args.group, args.limit, costs
+        bubble, peaks, _ = closed_form(name, p, m, *given)
+        idle = t.makespan - t.ideal
+        exact = "--" if bubble is None else f"{bubble:.4g}{'' if of == 'makespan' else ' span'}"
+        held = "--" if peaks is None else f"{max(peaks):.4g}"
+        out(f"{name:15}{t.makespan:9.5g}{idle:8.4g}{idle / t.makespan:8.1%}{idle / t.ideal:9.1%}"
+            f"{t.span - t.ideal:9.4g} {exact:9}{marginal(schedule, costs):8.5g}"
+            f"{max(t.peak):7.4g} {held:9}{t.crossings:8}")  # fmt: skip
+
+
+def train(args, name, schedule, group, device):
+    """Train on text by the chosen schedule; print the loss beside the unigram entropy."""
+    text, m, stages = read_text(args.text, 0), args.microbatches, n_stages(schedule)
+    layers = args.layers or max(stages, 4 // stages * stages)
+    model = mine(schedule, build(stages, layers, D=64), group)
+    params = dict.fromkeys(param for stage in model.values() for param in stage.to(device).parameters())
+    optimizer = torch.optim.AdamW(params, lr=3e-3)
+    say(f"\n{name}, {layers} layers; unigram entropy of the text {unigram_entropy(text):.3f}")
+    for step in range(args.steps):
+        x, y = (whole.to(device).chunk(m) for whole in sample(text, step, 4 * m, 64))
+        batch = list(zip(x, y, [4 * m * 64] * m))
+        losses, _ = execute(schedule, model, batch, group)
+        share_gradients(schedule, model, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = sum(losses.values(), torch.zeros((), device=device))
+        # all_reduce(SUM) over pp, 1: only the last stage knows the loss
+        dist.all_reduce(loss, group=group)
+        if step % 10 == 0 or step == args.steps - 1:
+            say(f"step {step:3}  loss {loss.item():.3f}")
+
+
+def plot(args, name, schedule, group):
+    """Three pictures: the schedule predicted and measured, all schedules, bubbles over m/p."""
+    from matplotlib.figure import Figure
+
+    p, measured = len(schedule), measure(schedule, group)
+    if dist.get_rank(group):
+        return
+    both = {f"{name}, predicted": simulate(schedule), "measured, stages asleep": measured}
+    gantt(both, f"{args.plot}_gantt.png")
+    every = schedules(argparse.Namespace(**vars(args) | {"schedule": None}), p)
+    gantt({k: simulate(s) for k, s in every.items()}, f"{args.plot}_all.png", columns=2)
+    figure, times = Figure(figsize=(11, 4.2), layout="constrained"), [1, 2, 3, 4, 6, 8]
+    titles = "One step, first start to last end", "Each further step, with no barrier between"
+    for axes, title, measure_of in zip(figure.subplots(1, 2, sharey=True), titles, (0, 1)):
+        curves = defaultdict(list)
+        for key in every:
+            points = []
+            for k in times:
+                lists = SCHEDULES[key](p, k * p)
+                t = simulate(lists)
+                whole = marginal(lists) if measure_of else t.makespan
+                points.append(round(1 - t.ideal / whole, 6))
+            curves[tuple(points)].append(key)
+        for points, marker in zip(sorted(curves, reverse=True), "osD^v<>PX*ph"):
+            axes.plot(times, points, marker=marker, label=" = ".join(curves[points]), lw=1.2)
+        axes.set(title=title, xlabel=f"micro-batches per rank (m/p), p = {p}", xticks=times)
+        axes.legend(fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("bubble, share of the step")
+    figure.savefig(f"{args.plot}_bubbles.png", dpi=120)
+    print(f"drew {args.plot}_gantt.png, _all.png, _bubbles.png")
+
+
+def predict(args):
+    """--list and --simulate: what needs no ranks."""
+    if args.list:
+        for name, generate in SCHEDULES.items():
+            bubble, of, peak, crossings, _ = FORMULAS[name]
+            print(f"{name:15}{inspect.getdoc(generate).splitlines()[0]}")
+            print(f"{'':15}bubble of the {of} {bubble}, holds {peak}, crosses {crossings}")
+        return
+    validate(args, args.ranks)
+    made = schedules(args, args.ranks)
+    timelines = {name: simulate(schedule, args.costs) for name, schedule in made.items()}
+    if args.json:
+        cells = {k: [[c.rank, [*map(show, c.ops)], c.start, c.end] for c in t.cells]
+                 for k, t in timelines.items()}  # fmt: skip
+        print(json.dumps(cells))
+        return
+    for name, timeline in timelines.items():
+        if picture := sketch(timeline):
+            print(f"{name}\n{picture}\n")
+    report(args, args.ranks)
+
+
+def main(args, device):
+    """Predict, prove, then draw or train; 0 if everything is as claimed."""
+    group = dist.group.WORLD
+    p, name = dist.get_world_size(group), args.schedule or "1f1b"
+    schedule = schedules(args, p)[name]
+    say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
+    say(sketch(simulate(schedule, args.costs)) + "\n")
+    report(args, p, say)
+    say("\nsent: by all ranks together; held: saved in rank 0's blocks at most, formula by simulation")
+    broken = prove(list(proof(args, group, device)), device)
+    if args.plot:
+        plot(args, name, schedule, group)
+    elif args.steps:
+        train(args, name, schedule, group, device)
+    return broken
+
+
+def validate(args, ranks):
+    """Refuse, in a sentence, what cannot work."""
+    for flag in ("microbatches", "chunks", "layers"):
+        if (getattr(args, flag) or 1) < 1:
+            raise ValueError(f"--{flag} {getattr(args, flag)}: at least 1 is needed")
+    if len(args.costs) != 4:
+        raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm")
+    if args.plot and not Path(args.plot).parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: there is no folder {Path(args.plot).parent}")
+    read_text(args.text, at_least=65)
+    for schedule in schedules(args, ranks).values():
+        simulate(schedule, args.costs)
+        if args.layers:
+            build(n_stages(schedule), args.layers)
+
+
+# ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
+
+Event = namedtuple("Event", "what group sent at")  # a call, a wait or a mark; bytes; seconds
+
+
+class Ledger:
+    """While open, prices each `torch.distributed` call of this rank as a ring would send it.
+
+    `events` holds calls, waits and marks in order, `sent` the bytes by call. It stands in front
+    of the functions of `dist`; a call without a price raises KeyError, so none goes uncounted.
+    """
+
+    RING_BYTES = {  # call: (its arguments, n ranks, this rank) -> bytes that leave this rank
+        "all_reduce": lambda a, n, me: 2 * (n - 1) / n * a["tensor"].nbytes,
+        "all_gather_single": lambda a, n, me: (n - 1) * a["input_tensor"].nbytes,
+        "reduce_scatter_single": lambda a, n, me: (n - 1) / n * a["input"].nbytes,
+        "all_to_all_single": lambda a, n, me: a["input"].nbytes
+        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[me],
+        "broadcast": lambda a, n, me: (n - 1) / n * a["tensor"].nbytes,  # mean over the ring
+        "isend": lambda a, n, me: a["tensor"].nbytes,
+        "irecv": lambda a, n, me: 0,
+        "barrier": lambda a, n, me: 0,
+    }
+    UNPRICED = "all_gather all_to_all gather scatter reduce reduce_scatter send recv".split()
+
+    def __enter__(self):
+        self.events, self.sent, self._patches = [], Counter(), ExitStack()
+        for name in [*self.RING_BYTES, *self.UNPRICED]:
+            counted = self._counted(name, getattr(dist, name))
+            for module in (dist, dist.distributed_c10d):  # batch_isend_irecv looks in the latter
+                self._patches.enter_context(patch.object(module, name, counted))
+        wait = dist.Work.wait
+        marked = lambda work, *timeout: self.mark("wait") or wait(work, *timeout)
+        self._patches.enter_context(patch.object(dist.Work, "wait", marked))
+        return self
+
+    def __exit__(self, *_):
+        self._patches.close()
+
+    def mark(self, what, group=None, sent=0):
+        name = (group or dist.group.WORLD).group_name
+        self.events.append(Event(what, name, sent, time.perf_counter()))
+        self.sent[what] += sent
+
+    def _counted(self, name, real):
+        signature = inspect.signature(real)
+
+        def call(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            n, me = (ask(given.get("group")) for ask in (dist.get_world_size, dist.get_rank))
+            self.mark(name, given.get("group"), self.RING_BYTES[name](given, n, me))
+            return real(*args, **kwargs)
+
+        return call
+
+
+# A line of the proof: error relative to the twin; bytes as (measured, by formula) or None; and, of
+# a row that is wrong on purpose, the error that it must show.
+Row = namedtuple("Row", "name error sent held wrong", defaults=[None, None, 0.0])
+
+
+def relative_error(found, wanted):
+    """max|found - wanted| / max|wanted|; where all wanted are zero, 0 if all found are, or inf."""
+    gap, size = ((t.abs().max().item() if t.numel() else 0.0) for t in (found - wanted, wanted))
+    return gap / size if size else math.inf if gap else 0.0
+
+
+def prove(rows, device):
+    """Print the table, bytes as on rank 0. 0 if every row is as claimed on every rank: its error
+    at most 1e-10, or as predicted; its bytes equal to the formula. Otherwise 1."""
+    off = lambda pair: abs(pair[0] - pair[1]) if pair else 0.0
+    mine = [[row.error, row.wrong, off(row.sent), off(row.held)] for row in rows]
+    worst = torch.tensor(mine, dtype=torch.float64, device=device).nan_to_num(math.inf)
+    # all_reduce(MAX) over all ranks, four numbers a row: the worst rank speaks for all
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    say(f"{'':36}    error         sent      formula         held      formula")
+    broken = 0
+    for row, (error, wrong, unsent, unheld) in zip(rows, worst.tolist()):
+        holds = abs(error - wrong) <= max(1e-6 * wrong, 1e-10) and unsent < 0.5 and unheld < 0.5
+        pairs = (row.sent or "--"), (row.held or "--")
+        numbers = "".join(f"{x:>13}" if x == "-" else f"{x:13,.0f}" for pair in pairs for x in pair)
+        note = f"  wrong on purpose: {wrong:.3g} predicted" if wrong else ""
+        say(f"{row.name:36}{error:9.2g}{numbers}{note}{'' if holds else '  NOT AS CLAIMED'}")
+        broken |= not holds
+    return int(broken)
+
+
+def read_text(path, at_least):
+    """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
+    Raises ValueError where it cannot be read or is shorter than `at_least`."""
+    try:
+        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+    except OSError as error:
+        raise ValueError(f"--text {path}: {error.strerror}") from error
+    if len(text) < at_least:
+        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def unigram_entropy(text):
+    """The loss, in nats per byte, of the best guess that looks at no context."""
+    return torch.distributions.Categorical(torch.bincount(text).double()).entropy().item()
+
+
+def sample(text, step, B, S):
+    """A step's batch, the same on every rank: bytes (B, S), and the byte after each (B, S)."""
+    starts_B1 = torch.randint(len(text) - S, (B, 1), generator=torch.Generator().manual_seed(step))
+    windows = text[starts_B1 + torch.arange(S + 1)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+def say(*words):
+    """Print, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def arguments(doc, ranks, steps):
+    """A parser with the flags of every chapter."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
+    parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
+    parser.add_argument("--text", help="file to train on; default: Python's own help topics")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    return parser
+
+
+def launch(main, args, validate):
+    """Run main(args, device) on every rank, torchrun's or args.ranks started here, and exit: 0 if
+    each returned 0, 1 if not, 2 and a sentence if validate(args, ranks) raised ValueError."""
+    torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
+    by_torchrun = "RANK" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    try:
+        if ranks < 1:
+            raise ValueError(f"--ranks {ranks}: at least one is needed")
+        validate(args, ranks)
+    except ValueError as refused:
+        print(refused, file=sys.stderr)
+        sys.exit(2)
+    if by_torchrun:
+        _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
+    forks = sys.platform == "linux" and torch.cuda.device_count() < ranks
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
+        try:
+            mp.start_processes(_rank, given, ranks, start_method=method)
+        except mp.ProcessExitedException as failed:
+            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
+            sys.exit(by_signal if failed.signal_name else 1)
+    sys.exit(0)
+
+
+def _rank(local, ranks, main, args, folder=None):
+    """Meet the other ranks, run main, and leave with its exit status or with what went wrong."""
+    torch.set_num_threads(1)
+    env, local_ranks = os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    on_gpu = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if local_ranks == ranks:  # one machine: the loopback address needs no network
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    try:
+        if folder:
+            store = dist.FileStore(f"{folder}/store", ranks)
+        else:  # a restarted attempt must not read the addresses of the one before
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
+        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
+        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        code = main(args, device)
+        dist.destroy_process_group()
+    except Exception:
+        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)  # without farewell, so that the others see the connection close at once
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, ranks=4, steps=60)
+    parser.add_argument("--schedule", choices=SCHEDULES, help="default: prove all, train with 1f1b")
+    parser.add_argument("--microbatches", type=int, default=8, help="in a step")
+    parser.add_argument("--chunks", type=int, help="stages per rank, where interleaved; default 2")
+    parser.add_argument("--group", type=int, help="micro-batches per turn, where interleaved")
+    parser.add_argument("--limit", type=int, help="micro-batches a rank may hold, for zb-auto")
+    parser.add_argument("--layers", type=int, help="of the model; default: what every schedule cuts")
+    parser.add_argument("--costs", type=lambda text: tuple(map(float, text.split(","))),
+                        default=(1, 1, 1, 0), metavar="F,I,W,COMM")  # fmt: skip
+    parser.add_argument("--simulate", action="store_true", help="predict, and start no ranks")
+    parser.add_argument("--json", action="store_true", help="with --simulate: every cell's times")
+    parser.add_argument("--list", action="store_true", help="the schedules and their formulas")
+    parser.add_argument("--plot", metavar="PREFIX", help="draw three pictures instead of training")
+    args = parser.parse_args()
+    if not (args.simulate or args.list):
+        launch(main, args, validate)
+    try:
+        predict(args)
+    except ValueError as refused:
+        print(refused, file=sys.stderr)
+        sys.exit(2)
