@@ -465,6 +465,23 @@ def check(rung, group, device, own_start=False):
     return gradients, sent, sum(storage.nbytes() for storage in held.values())
 
 
+def ladder(P, n, r):
+    """(name, rung, bytes sent, bytes held) of each rung, for P bytes of gradients on rank r of n."""
+    ring, part = 2 * (n - 1) / n * P, after_backward
+    yield "all_reduce_gradients", after(all_reduce_gradients), ring, P
+    yield "all_reduce_flat", after(all_reduce_flat), ring, 2 * P
+    yield "DataParallel, 3 micro-batches", during_backward, ring, P
+    yield "DataParallel(overlap=False)", partial(during_backward, overlap=False), ring, P
+    if n > 1:
+        naive = partial(all_reduce_flat, all_reduce=gather_and_broadcast)
+        by_hand = partial(all_reduce_flat, all_reduce=ring_all_reduce)
+        chunks = [8 * len(chunk) for chunk in torch.empty(P // 8, device="meta").tensor_split(n)]
+        two_chunks = chunks[(r + 1) % n] + chunks[(r + 2) % n]
+        sent, held = (P, 2 * P) if r else ((n - 1) * P, 3 * P)
+        yield "gather_and_broadcast, rank 0", after(naive), sent, held
+        yield "ring_all_reduce", after(by_hand), 2 * P - two_chunks, 2 * P + chunks[0]
+
+
 def proof(group, device):
     """The rows of the table: the ladder, and what it looks like to leave out one idea of it."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
@@ -472,27 +489,7 @@ def proof(group, device):
     total = sum((y != -1).sum() for part in batch for _, y in part)
     wanted = serial_gradients([(model, b, total) for part in batch for b in part])
     P = sum(param.nbytes for param in model.parameters())
-    chunks = [8 * len(chunk) for chunk in torch.empty(P // 8, device="meta").tensor_split(n)]
-    ring = 2 * (n - 1) / n * P
-    by_hand = lambda how: after_backward(partial(all_reduce_flat, all_reduce=how))
-    ladder = [
-        ("all_reduce_gradients", after_backward(all_reduce_gradients), ring, P),
-        ("all_reduce_flat", after_backward(all_reduce_flat), ring, 2 * P),
-        ("DataParallel, 3 micro-batches", during_backward, ring, P),
-        ("DataParallel(overlap=False)", partial(during_backward, overlap=False), ring, P),
-    ]
-    if n > 1:
-        ladder += [
-            (
-                "gather_and_broadcast", by_hand(gather_and_broadcast),
-                P if r else (n - 1) * P, 2 * P if r else 3 * P,
-            ),
-            (
-                "ring_all_reduce", by_hand(ring_all_reduce),
-                2 * P - chunks[(r + 1) % n] - chunks[(r + 2) % n], 2 * P + chunks[0],
-            ),
-        ]  # fmt: skip
-    for name, rung, sent, held in ladder:
+    for name, rung, sent, held in ladder(P, n, r):
         gradients, sent_here, held_here = check(rung, group, device)
         yield Row(name, off(gradients, wanted), (sent_here, sent), (held_here, held))
 
@@ -500,29 +497,30 @@ def proof(group, device):
     with Ledger() as ledger:
         broadcast_parameters(own, group)
     start_error = off(own.parameters(), model.parameters())
-    yield Row("broadcast_parameters", start_error, (ledger.sent["broadcast"], ring / 2))
-    if n == 1:
-        return
-    counts = [sum((y != -1).sum() for _, y in part) for part in batch]
-    alone = [tiny_model(device, seed=rank) for rank in range(n)]
-    wrong = {  # name: the rung, and the shares that it adds up instead
-        "each rank seeded apart": (
-            after_backward(all_reduce_gradients),
-            [(alone[rank], b, total) for rank, part in enumerate(batch) for b in part],
-        ),
-        "mean of the ranks' means": (
-            after_backward(all_reduce_gradients, own_divisor=True),
-            [(model, b, n * count) for part, count in zip(batch, counts) for b in part],
-        ),
-        "sync switched off too late": (
-            after_backward(all_reduce_gradients, every_time=True),
-            [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],
-        ),
-    }
-    for name, (rung, shares) in wrong.items():
+    yield Row("broadcast_parameters", start_error, (ledger.sent["broadcast"], (n - 1) / n * P))
+    for name, rung, shares in wrong_on_purpose(batch, total, model) if n > 1 else ():
         gradients, _, _ = check(rung, group, device, own_start="apart" in name)
         predicted = off(serial_gradients(shares), wanted)
         yield Row(name, off(gradients, wanted), wrong=predicted)
+
+
+def wrong_on_purpose(batch, total, model):
+    """(name, rung, shares): a rung without one idea, and the shares that it adds up instead."""
+    n, device = len(batch), total.device
+    counts = [sum((y != -1).sum() for _, y in part) for part in batch]
+    alone = [tiny_model(device, seed=rank) for rank in range(n)]
+    yield (
+        "each rank seeded apart", after_backward(all_reduce_gradients),
+        [(alone[rank], b, total) for rank, part in enumerate(batch) for b in part],
+    )  # fmt: skip
+    yield (
+        "mean of the ranks' means", after_backward(all_reduce_gradients, own_divisor=True),
+        [(model, b, n * count) for part, count in zip(batch, counts) for b in part],
+    )  # fmt: skip
+    yield (
+        "sync switched off too late", after_backward(all_reduce_gradients, every_time=True),
+        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],
+    )  # fmt: skip
 
 
 def overlap_order(group, device):

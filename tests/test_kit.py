@@ -183,7 +183,8 @@ def test_two_agents_meet_on_the_loopback_address():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
     command += [str(ROOT / "01_dp.py"), "--steps", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
