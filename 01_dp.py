@@ -466,8 +466,8 @@ def check(rung, group, device, own_start=False):
 
 
 def ladder(P, n, r):
-    """(name, rung, bytes sent, bytes held) of each rung, for P bytes of gradients on rank r of n."""
-    ring, part = 2 * (n - 1) / n * P, after_backward
+    """(name, rung, bytes sent, bytes held) of each rung; P bytes of gradients, rank r of n."""
+    ring, after = 2 * (n - 1) / n * P, after_backward
     yield "all_reduce_gradients", after(all_reduce_gradients), ring, P
     yield "all_reduce_flat", after(all_reduce_flat), ring, 2 * P
     yield "DataParallel, 3 micro-batches", during_backward, ring, P
