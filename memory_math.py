@@ -1,0 +1,1973 @@
+"""memory_math · what a training job holds, sends and costs, before anyone pays for it
+
+One list of tensors drives everything. A config.json becomes a list of weights, each with its shape
+and the axis that splits each dimension; a layout turns that list into bytes per rank. Activations
+are a second list: one line per tensor kept for backward, written as the formula that is evaluated.
+
+    exact      weights, gradients, optimizer states, saved activations, logits, bytes sent, bubbles
+    a range    CUDA context, NCCL buffers, fragmentation, gradients in flight: never added to the
+               exact bytes, always printed beside them
+    assumed    times: printed with the bandwidths and the convention they rest on
+
+    python memory_math.py params --model llama-3-8b
+    python memory_math.py estimate --model llama-3-70b --tp 8 --sp --pp 4 --dp 8 --zero 1 --explain
+    python memory_math.py traffic --model llama-3-70b --tp 8 --sp --dp 8
+    python memory_math.py bubble --schedule zb-h2 --p 8 --m 32
+    python memory_math.py compute --model llama-3-70b --tokens 1.4e12 --gpus 64 --gpu h100
+    python memory_math.py guide --wrong
+    python memory_math.py plot memory --model llama-3-70b --tp 8 --pp 8 --out memory.png
+
+Units: bytes, seconds, FLOPs. GiB = 2**30, GB = 1e9; memory is printed in GiB. A GPU sold with
+80 GB shows 81,559 MiB = 79.6 GiB. Guide sections: all memory and capacity sections, ZeRO, cost
+economics, MFU/HFU/MBU; `guide` prints the guide's own numbers beside the recomputed ones.
+"""
+# T tokens of a micro-batch on this rank · b micro-batch · s sequence here · S whole sequence
+# h hidden · A heads (a here) · K key/value heads (k here) · d head size · F ffn width (f here)
+# V vocabulary · e bytes per element · t tensor-parallel ranks · L layers · p stages · m micro-batches
+
+import argparse
+import ast
+import difflib
+import itertools
+import json
+import math
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+GiB = 2**30
+GUIDE = Path(__file__).with_name("memory_math_guide.json")
+
+
+# ── formulas are text: shown to the reader, and evaluated ────────────────────────────────────
+
+_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name)
+_ALLOWED += (ast.Constant, ast.Attribute, ast.Load, ast.operator, ast.unaryop, ast.cmpop)
+_ALLOWED += (ast.BoolOp, ast.boolop, ast.Tuple, ast.keyword)
+
+
+@lru_cache(maxsize=None)
+def _compiled(formula):
+    tree = ast.parse(formula, mode="eval")
+    for node in ast.walk(tree):
+        named = node.attr if isinstance(node, ast.Attribute) else ""
+        if not isinstance(node, _ALLOWED) or named.startswith("_"):
+            raise ValueError(f"{formula!r}: {type(node).__name__} has no place in a formula")
+    return compile(tree, formula, "eval")
+
+
+def evaluate(formula, names):
+    """The value of an arithmetic expression over names (numbers, or functions it may call)."""
+    return eval(_compiled(formula), {"__builtins__": {}}, names)
+
+
+def substituted(formula, names):
+    """The formula with its numbers put in, as `--explain` prints it."""
+    tree = ast.parse(formula, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(names.get(node.id), (int, float)):
+            node.id = str(names[node.id])
+    return ast.unparse(tree)
+
+
+def nearest(name, known, what):
+    """The key of `known` that `name` spells, or ValueError with the nearest ones."""
+    if name in known:
+        return name
+    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4) or sorted(known)
+    raise ValueError(f"no {what} is named {name}: nearest are {', '.join(close)}")
+
+
+def divisors(*numbers):
+    """The common divisors, as a sentence puts them: 1, 2, 4 or 8."""
+    found = [str(i) for i in range(1, math.gcd(*numbers) + 1) if math.gcd(*numbers) % i == 0]
+    return " or ".join([", ".join(found[:-1])] * bool(found[:-1]) + found[-1:])
+
+
+# ── a model is a list of weights ─────────────────────────────────────────────────────────────
+
+# name | each dimension, and after a slash the axis that splits it | kind | only where
+# tp: heads, ffn or vocabulary. kv: key/value heads over tp, replicated where tp exceeds them.
+# ep: whole experts. etp: tp inside an expert. All experts of a layer are one stacked tensor.
+WEIGHTS = """
+[first]
+embedding          | V/tp h              | embedding
+positions          | P h                 | embedding | P
+[layer]
+q_a_proj           | rq h                | attention | rq
+q_a_layernorm      | rq                  | norm      | rq
+q_b_proj           | A*d/tp rq           | attention | rq
+q_proj             | A*d/tp h            | attention | not rq
+q_proj.bias        | A*d/tp              | attention | qkv_bias
+kv_a_proj_with_mqa | rkv+rope h          | attention | mla
+kv_a_layernorm     | rkv                 | norm      | mla
+kv_b_proj          | A*(nope+dv)/tp rkv  | attention | mla
+k_proj             | K*d/kv h            | attention | not mla
+k_proj.bias        | K*d/kv              | attention | qkv_bias
+v_proj             | K*d/kv h            | attention | not mla
+v_proj.bias        | K*d/kv              | attention | qkv_bias
+q_norm             | d                   | norm      | qk_norm
+k_norm             | d                   | norm      | qk_norm
+o_proj             | h A*dv/tp           | attention
+o_proj.bias        | h                   | attention | out_bias
+norm1              | h                   | norm
+norm1.bias         | h                   | norm      | layer_norm
+norm2              | h                   | norm
+norm2.bias         | h                   | norm      | layer_norm
+norm3              | h                   | norm      | norms == 4
+norm4              | h                   | norm      | norms == 4
+[dense]
+gate_proj          | F/tp h              | mlp       | gated
+gate_proj.bias     | F/tp                | mlp       | gated and mlp_bias
+up_proj            | F/tp h              | mlp
+up_proj.bias       | F/tp                | mlp       | mlp_bias
+down_proj          | h F/tp              | mlp
+down_proj.bias     | h                   | mlp       | mlp_bias
+[moe]
+router             | E h                 | router
+router.bias        | E                   | buffer    | router_bias
+experts.gate_proj  | E/ep fe/etp h       | expert
+experts.up_proj    | E/ep fe/etp h       | expert
+experts.down_proj  | E/ep h fe/etp       | expert
+shared.gate_proj   | Fs/tp h             | mlp       | Fs
+shared.up_proj     | Fs/tp h             | mlp       | Fs
+shared.down_proj   | h Fs/tp             | mlp       | Fs
+shared.gate        | 1 h                 | router    | shared_gate
+[last]
+final_norm         | h                   | norm
+final_norm.bias    | h                   | norm      | layer_norm
+head               | V/tp h              | embedding | not tied
+"""
+
+
+def parse_table(text):
+    """{section: [cells of each row]} of a table written as text."""
+    sections = {}
+    for line in text.strip().splitlines():
+        if line.startswith("["):
+            rows = sections[line.strip("[]")] = []
+        else:
+            rows.append([cell.strip() for cell in line.split("|")])
+    return sections
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor. layer is -1 for the embedding, 0..L-1, and L for the final norm and the head;
+    kind is embedding, norm, attention, mlp, router, expert, or buffer, which has no gradient."""
+
+    name: str
+    shape: tuple
+    axes: tuple
+    layer: int
+    kind: str
+
+    @property
+    def numel(self):
+        return math.prod(self.shape)
+
+    def local(self, degrees):
+        """Elements on one rank; a dimension that does not divide is padded up, as vocabularies are."""
+        return math.prod(-(-n // degrees.get(axis, 1)) for n, axis in zip(self.shape, self.axes))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a decoder-only transformer. Built by `model_from_config` or `preset`."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True  # SwiGLU or GeGLU: three matrices, not two
+    layer_norm: bool = False  # LayerNorm with a bias; otherwise RMSNorm
+    norms: int = 2  # per layer; Gemma 2 and 3 also normalise what each block returns
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    positions: int = 0  # learned positions (GPT-2)
+    mla: tuple = ()  # q rank (0: none), kv rank, rope dim, nope dim, value dim
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    dense_layers: frozenset = frozenset()  # of a mixture of experts: layers with an ordinary MLP
+
+    def is_moe(self, layer):
+        return bool(self.experts) and layer not in self.dense_layers
+
+    @property
+    def qk_dim(self):
+        return self.mla[2] + self.mla[3] if self.mla else self.head_dim
+
+    @property
+    def v_dim(self):
+        return self.mla[4] if self.mla else self.head_dim
+
+    def letters(self):
+        """The names that the tables use, as numbers and flags."""
+        rq, rkv, rope, nope, _ = self.mla or (0, 0, 0, 0, 0)
+        return vars(self) | dict(
+            h=self.hidden, A=self.heads, K=self.kv_heads, d=self.qk_dim, dv=self.v_dim, F=self.ffn,
+            V=self.vocab, P=self.positions, E=self.experts, fe=self.expert_ffn, Fs=self.shared_ffn,
+            rq=rq, rkv=rkv, rope=rope, nope=nope,
+        )  # fmt: skip
+
+
+_WEIGHTS = parse_table(WEIGHTS)
+
+
+@lru_cache(maxsize=64)
+def weights(model):
+    """Every weight of the model: a tuple of `Weight`, layer after layer. A tied head is not listed:
+    it is the embedding. Source: the tensors of the released checkpoints."""
+    names, out = model.letters(), []
+
+    def add(section, layer, prefix=""):
+        for name, dims, kind, *where in _WEIGHTS[section]:
+            if not where or evaluate(where[0], names):
+                split = [dim.rpartition("/") if "/" in dim else (dim, "", None) for dim in dims.split()]
+                shape = tuple(evaluate(size, names) for size, _, _ in split)
+                out.append(Weight(prefix + name, shape, tuple(x for _, _, x in split), layer, kind))
+
+    add("first", -1)
+    for layer in range(model.layers):
+        for section in "layer", "moe" if model.is_moe(layer) else "dense":
+            add(section, layer, f"layers.{layer}.")
+    add("last", model.layers)
+    return tuple(out)
+
+
+def count_parameters(model):
+    """All parameters, an exact integer; equal to the released checkpoint."""
+    return sum(w.numel for w in weights(model))
+
+
+def count_active(model):
+    """Parameters that one token meets: of the routed experts, top_k of each layer's."""
+    met = lambda w: w.numel * model.top_k // model.experts if w.kind == "expert" else w.numel
+    return sum(map(met, weights(model)))
+
+
+def parameters_by_kind(model):
+    """{kind: parameters}."""
+    kinds = dict.fromkeys(w.kind for w in weights(model))
+    return {kind: sum(w.numel for w in weights(model) if w.kind == kind) for kind in kinds}
+
+
+# What a model_type implies beyond its config.json: fixed traits, then fields that the released
+# files leave to the class defaults of transformers.
+_FAMILIES = {
+    "llama": ({}, {}),
+    "mistral": ({}, {}),
+    "mixtral": ({}, {}),
+    "qwen2": ({"qkv_bias": True}, {}),
+    "qwen2_moe": ({"qkv_bias": True, "shared_gate": True}, {}),
+    "qwen3": ({"qk_norm": True}, {}),
+    "qwen3_moe": ({"qk_norm": True}, {}),
+    "deepseek_v2": ({}, {}),
+    "deepseek_v3": ({"router_bias": True}, {}),
+    "gemma": ({}, {"tie_word_embeddings": True, "head_dim": 256}),
+    "gemma2": ({"norms": 4}, {"tie_word_embeddings": True, "head_dim": 256}),
+    "gemma3_text": (
+        {"norms": 4, "qk_norm": True},
+        {"tie_word_embeddings": True, "head_dim": 256, "vocab_size": 262208}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
+    "gpt2": (
+        {"gated": False, "layer_norm": True}
+        | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True, "n_positions": 1024},
+    ),
+}
+_GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer"}
+_GPT2_NAMES |= {"num_attention_heads": "n_head", "intermediate_size": "n_inner"}
+
+
+def model_from_config(config, name="model"):
+    """A Model from a Hugging Face config.json, as a dict.
+
+    Raises ValueError with a sentence that names the field which is missing or contradicts another.
+    Multi-token-prediction layers and vision towers are not counted.
+    """
+    config = {**config, **config.get("text_config", {})}
+    family = nearest(config.get("model_type", "(no model_type)"), _FAMILIES, "model_type")
+    traits, defaults = _FAMILIES[family]
+    config = defaults | {key: value for key, value in config.items() if value is not None}
+
+    def get(key, *default, least=1):
+        key = _GPT2_NAMES.get(key, key) if family == "gpt2" else key
+        if key not in config and not default:
+            raise ValueError(f"config.json of {name}: {key} is missing")
+        value = config.get(key, *default)
+        if value.__class__ is not int or value < least:
+            raise ValueError(f"config.json of {name}: {key} is {value!r}, not a count")
+        return value
+
+    h, heads = get("hidden_size"), get("num_attention_heads")
+    if "head_dim" not in config and "kv_lora_rank" not in config and h % heads:
+        raise ValueError(
+            f"config.json of {name}: num_attention_heads {heads} does not divide hidden_size {h}, "
+            "and there is no head_dim"
+        )
+    kv_heads = get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json of {name}: num_key_value_heads {kv_heads} does not divide "
+            f"num_attention_heads {heads}"
+        )
+    attention_bias, mlp_bias = (bool(config.get(key)) for key in ("attention_bias", "mlp_bias"))
+    shape = dict(
+        name=name,
+        layers=get("num_hidden_layers"),
+        hidden=h,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=get("head_dim", h // heads),
+        ffn=get("intermediate_size", *[4 * h] * (family == "gpt2")),
+        vocab=get("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        positions=get("n_positions") if family == "gpt2" else 0,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=mlp_bias,
+    )
+    shape |= _experts_of(get, config, name, shape["layers"])
+    if family.startswith("deepseek"):
+        ranks = get("q_lora_rank", 0, least=0), get("kv_lora_rank"), get("qk_rope_head_dim")
+        shape |= dict(mla=(*ranks, get("qk_nope_head_dim"), get("v_head_dim")))
+    return Model(**(shape | traits))
+
+
+def _experts_of(get, config, name, layers):
+    """The mixture-of-experts fields of a config, whatever its family calls them."""
+    known = "num_local_experts", "num_experts", "n_routed_experts"
+    key = next((key for key in known if config.get(key)), None)
+    if key is None:
+        return {}
+    experts, top_k = get(key), get("num_experts_per_tok")
+    if top_k > experts:
+        raise ValueError(f"config.json of {name}: num_experts_per_tok {top_k} exceeds {key} {experts}")
+    width = get("intermediate_size" if key == "num_local_experts" else "moe_intermediate_size")
+    shared = get("n_shared_experts", 0, least=0) * width
+    first, every = get("first_k_dense_replace", 0, least=0), get("moe_layer_freq", 1)
+    sparse, dense = get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    dense |= {i for i in range(layers) if i < first or i % every or (i + 1) % sparse}
+    shared = get("shared_expert_intermediate_size", shared, least=0)
+    return dict(
+        experts=experts,
+        top_k=top_k,
+        expert_ffn=width,
+        shared_ffn=shared,
+        dense_layers=frozenset(dense),
+    )
+
+
+# The released config.json files, a line each: six columns, then what else matters. experts: how many,
+# per token, their width, shared ones, dense layers first. mla: ranks and head sizes.
+_COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+_COLUMNS += "num_key_value_heads vocab_size".split()
+_MORE = {
+    "tied": ["tie_word_embeddings"],
+    "head_dim": ["head_dim"],
+    "experts": "n_routed_experts num_experts_per_tok moe_intermediate_size".split()
+    + ["n_shared_experts", "first_k_dense_replace"],
+    "mla": "q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(),
+}
+_RELEASED = """
+llama-2-7b       llama        4096 11008  32  32  32  32000
+llama-2-13b      llama        5120 13824  40  40  40  32000
+llama-2-70b      llama        8192 28672  80  64   8  32000
+llama-3-8b       llama        4096 14336  32  32   8 128256
+llama-3-70b      llama        8192 28672  80  64   8 128256
+llama-3.1-405b   llama       16384 53248 126 128   8 128256
+llama-3.2-1b     llama        2048  8192  16  32   8 128256 tied=1
+llama-3.2-3b     llama        3072  8192  28  24   8 128256 tied=1
+mistral-7b       mistral      4096 14336  32  32   8  32000
+mistral-7b-v0.3  mistral      4096 14336  32  32   8  32768
+mistral-nemo-12b mistral      5120 14336  40  32   8 131072 head_dim=128
+mixtral-8x7b     mixtral      4096 14336  32  32   8  32000 experts=8,2,14336,0,0
+mixtral-8x22b    mixtral      6144 16384  56  48   8  32768 experts=8,2,16384,0,0
+qwen2.5-0.5b     qwen2         896  4864  24  14   2 151936 tied=1
+qwen2.5-1.5b     qwen2        1536  8960  28  12   2 151936 tied=1
+qwen2.5-7b       qwen2        3584 18944  28  28   4 152064
+qwen2.5-14b      qwen2        5120 13824  48  40   8 152064
+qwen2.5-32b      qwen2        5120 27648  64  40   8 152064
+qwen2.5-72b      qwen2        8192 29568  80  64   8 152064
+qwen3-0.6b       qwen3        1024  3072  28  16   8 151936 head_dim=128 tied=1
+qwen3-4b         qwen3        2560  9728  36  32   8 151936 head_dim=128 tied=1
+qwen3-8b         qwen3        4096 12288  36  32   8 151936 head_dim=128
+qwen3-14b        qwen3        5120 17408  40  40   8 151936 head_dim=128
+qwen3-32b        qwen3        5120 25600  64  64   8 151936 head_dim=128
+qwen3-30b-a3b    qwen3_moe    2048  6144  48  32   4 151936 head_dim=128 experts=128,8,768,0,0
+qwen3-235b-a22b  qwen3_moe    4096 12288  94  64   4 151936 head_dim=128 experts=128,8,1536,0,0
+deepseek-v2-lite deepseek_v2  2048 10944  27  16  16 102400 experts=64,6,1408,2,1 mla=0,512,64,128,128
+deepseek-v2      deepseek_v2  5120 12288  60 128 128 102400 experts=160,6,1536,2,1 mla=1536,512,64,128,128
+deepseek-v3      deepseek_v3  7168 18432  61 128 128 129280 experts=256,8,2048,1,3 mla=1536,512,64,128,128
+gemma-2b         gemma        2048 16384  18   8   1 256000
+gemma-7b         gemma        3072 24576  28  16  16 256000
+gemma-2-2b       gemma2       2304  9216  26   8   4 256000
+gemma-2-9b       gemma2       3584 14336  42  16   8 256000
+gemma-2-27b      gemma2       4608 36864  46  32  16 256000 head_dim=128
+gemma-3-1b       gemma3_text  1152  6912  26   4   1 262144
+gemma-3-4b       gemma3_text  2560 10240  34   8   4 262208
+gemma-3-12b      gemma3_text  3840 15360  48  16   8 262208
+gemma-3-27b      gemma3_text  5376 21504  62  32  16 262208 head_dim=128
+gpt2             gpt2          768  3072  12  12  12  50257
+gpt2-medium      gpt2         1024  4096  24  16  16  50257
+gpt2-large       gpt2         1280  5120  36  20  20  50257
+gpt2-xl          gpt2         1600  6400  48  25  25  50257
+"""
+RELEASED = {line.split()[0]: line.split()[1:] for line in _RELEASED.strip().splitlines()}
+
+
+@lru_cache(maxsize=64)
+def preset(name):
+    """A released model by name; ValueError with the nearest names if there is none."""
+    family, *words = RELEASED[nearest(name, RELEASED, "model")]
+    config = dict(zip(_COLUMNS, map(int, words)), model_type=family)
+    for key, _, values in (word.partition("=") for word in words[6:]):
+        config |= zip(_MORE[key], map(int, values.split(",")))
+    if family == "gpt2":
+        config = {_GPT2_NAMES.get(key, key): value for key, value in config.items()}
+    return model_from_config(config, name)
+
+
+# ── a layout splits the list ─────────────────────────────────────────────────────────────────
+
+SCHEDULES = "gpipe 1f1b eager-1f1b interleaved looped-bfs zb-h1 zb-h2 zb-auto zb-v"
+SCHEDULES = tuple((SCHEDULES + " interleaved-zb dualpipev dualpipe").split())
+_CHUNKED = "interleaved", "looped-bfs", "interleaved-zb"  # v chunks per rank, as many as wanted
+_V_SHAPED = "zb-v", "dualpipev"  # two chunks: rank s has stages s and 2p-1-s
+
+# Bytes per parameter, by what holds them. Sources: ZeRO (Rajbhandari et al. 2020) section 3 for 16;
+# Megatron-LM's distributed optimizer for 18; DeepSeek-V3 report section 3.3 for 13.
+PARTS = "weights|gradients|fp32 gradients|fp32 master|first moment|second moment".split("|")
+_RECIPES = """
+bf16           2 2 0 4 4 4
+bf16-fp32grad  2 4 0 4 4 4
+bf16-both      2 2 4 4 4 4
+bf16-pure      2 2 0 0 2 2
+bf16-sgd       2 2 0 4 0 0
+fp32           4 4 0 0 4 4
+fp8            1 2 0 4 4 4
+fp8-deepseek   1 4 0 4 2 2
+"""
+RECIPES = {
+    name: {part: int(width) for part, width in zip(PARTS, widths) if int(width)}
+    for name, *widths in map(str.split, _RECIPES.strip().splitlines())
+}
+
+
+def _knob(default, text, choices=None):
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is split, and how its layers are implemented. The command line is this class."""
+
+    tp: int = _knob(1, "tensor-parallel ranks")
+    sp: bool = _knob(False, "sequence parallelism inside tp")
+    pp: int = _knob(1, "pipeline ranks")
+    dp: int = _knob(1, "data-parallel ranks")
+    cp: int = _knob(1, "context-parallel ranks")
+    ep: int = _knob(1, "expert-parallel ranks, folded into tp x cp x dp")
+    etp: int = _knob(1, "tensor-parallel ranks inside an expert")
+    schedule: str = _knob("1f1b", "pipeline schedule", SCHEDULES)
+    v: int = _knob(1, "chunks per pipeline rank")
+    stages: tuple = _knob((), "layers of each stage, as 7,8,8,7; default: even, ends lightest")
+    zero: int = _knob(0, "ZeRO stage", (0, 1, 2, 3))
+    shard: int = _knob(0, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp")
+    recipe: str = _knob("bf16", "precision", tuple(RECIPES))
+    batch: int = _knob(1, "sequences in a micro-batch")
+    seq: int = _knob(4096, "tokens in a sequence")
+    m: int = _knob(1, "micro-batches in a step, per data-parallel rank")
+    recompute: str = _knob("none", "activation recomputation", ("none", "selective", "full"))
+    attention: str = _knob("flash", "attention kernel", ("flash", "unfused"))
+    mlp: str = _knob("fused", "gated activation keeps 3, 4 or 2 F", ("fused", "eager", "recompute"))
+    norm: str = _knob("fused", "norm", ("fused", "eager"))
+    gather: str = _knob("again", "sp: gathered inputs for backward", ("again", "keep"))
+    cp_variant: str = _knob("ring", "attention", ("ring", "all-gather", "ulysses"))
+    dropout: bool = _knob(False, "dropout on attention and residuals")
+    loss: str = _knob("eager", "cross-entropy", ("eager", "copies", "fused"))
+
+    @property
+    def world(self):
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def itemsize(self):
+        return 4 if self.recipe == "fp32" else 2
+
+    @property
+    def zero_ranks(self):
+        """Ranks over which a dense parameter's state is cut."""
+        return self.shard or self.dp * self.cp
+
+    @property
+    def expert_replicas(self):
+        """Data-parallel ranks of an expert: tp x cp x dp / (etp x ep)."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    def shards(self, group):
+        """Ranks over which ZeRO cuts a dense or an expert parameter."""
+        n = self.zero_ranks
+        return math.gcd(n, self.expert_replicas) if group == "expert" else n
+
+    def degrees(self, model):
+        """{axis of a weight: ranks that split it}."""
+        kv = min(self.tp, model.kv_heads)
+        return {"tp": self.tp, "kv": kv, "ep": self.ep, "etp": self.etp}
+
+
+def split_layers(layers, stages):
+    """Layers per stage: even, and where it is not, the ends (embedding, head) are the lightest."""
+    base, extra = divmod(layers, stages)
+    inner_first = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 1), s))
+    heavy = set(inner_first[:extra])
+    return [base + (s in heavy) for s in range(stages)]
+
+
+def rank_stages(schedule, p, v=1):
+    """Model stages of each pipeline rank: a list of tuples. DualPipe holds every stage twice."""
+    if schedule in _V_SHAPED:
+        return [(s, 2 * p - 1 - s) for s in range(p)]
+    if schedule == "dualpipe":
+        return [(s, p - 1 - s) for s in range(p)]
+    return [tuple(c * p + s for c in range(v)) for s in range(p)]
+
+
+def check_schedule(schedule, p, m, v=1):
+    """ValueError with a sentence where a schedule cannot run p ranks, m micro-batches, v chunks."""
+    nearest(schedule, SCHEDULES, "schedule")
+    for name, value in ("p", p), ("m", m), ("v", v):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: at least 1 is needed")
+    if v > 1 and schedule not in _CHUNKED:
+        raise ValueError(f"{schedule} does not take v = {v} chunks: use {', '.join(_CHUNKED)}")
+    if v > 1 and (m < p or m % (m // p)):
+        raise ValueError(f"{schedule} cannot group {m} micro-batches: use a multiple of {p}")
+    if schedule.startswith("dualpipe") and m < 2 * p:
+        raise ValueError(f"{schedule} on {p} ranks needs {2 * p} micro-batches or more, not {m}")
+    if schedule == "dualpipe" and (p % 2 or m % 2):
+        raise ValueError(f"dualpipe needs even numbers of ranks and micro-batches, not {p} and {m}")
+
+
+def validate(model, layout):
+    """ValueError, in one sentence with the way out, if the model cannot be split like this."""
+    lo, m = layout, model
+    for f in fields(lo):
+        value, least = getattr(lo, f.name), 0 if f.name in ("zero", "shard") else 1
+        if f.type is int and value < least:
+            raise ValueError(f"--{f.name} {value}: at least {least} is needed")
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            nearest(value, [str(choice) for choice in f.metadata["choices"]], f"--{f.name}")
+    ffns = [m.ffn] * (not m.experts or bool(m.dense_layers)) + [m.shared_ffn] * bool(m.shared_ffn)
+    ulysses = lo.cp if lo.cp_variant == "ulysses" else 1
+    for flag, degree, what, *counts in (
+        ("tp", lo.tp, "attention heads", m.heads),
+        ("tp", lo.tp, "columns of an MLP", *ffns),
+        ("ep", lo.ep, "experts", m.experts or 1),
+        ("etp", lo.etp, "columns of an expert", m.expert_ffn or 1),
+        ("cp", ulysses, "heads of a tp rank", m.heads // lo.tp),
+        ("shard", lo.zero_ranks, "dp x cp ranks", lo.dp * lo.cp),
+        ("ep", lo.ep * lo.etp, "tp x cp x dp ranks", lo.tp * lo.cp * lo.dp),
+    ):
+        for count in counts:
+            if count % degree:
+                use = divisors(*counts)
+                raise ValueError(f"--{flag} {degree} does not divide {count} {what}: use {use}")
+    if m.kv_heads % lo.tp and lo.tp % m.kv_heads:
+        use = divisors(m.kv_heads)
+        raise ValueError(f"--tp {lo.tp} does not divide {m.kv_heads} key/value heads: use {use}")
+    pieces = (2 * lo.cp if lo.cp > 1 else 1) * (lo.tp if lo.sp else 1)
+    if lo.seq % pieces:
+        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, and tp by sp)")
+    check_schedule(lo.schedule, lo.pp, lo.m, lo.v)
+    stages = 1 + max(map(max, rank_stages(lo.schedule, lo.pp, lo.v)))
+    if stages > m.layers:
+        raise ValueError(f"--pp {lo.pp}: {stages} stages, and {m.name} has only {m.layers} layers")
+    if lo.stages and (len(lo.stages) != stages or sum(lo.stages) != m.layers):
+        given = ",".join(map(str, lo.stages))
+        raise ValueError(f"--stages {given}: needed are {stages} numbers that sum to {m.layers}")
+
+
+# ── memory: states ───────────────────────────────────────────────────────────────────────────
+
+
+def state_items(params, ranks=1, stage=0, recipe="bf16"):
+    """{component: bytes} that one rank holds of `params` parameters under ZeRO.
+
+    Stage 1 cuts the optimizer (master and moments) over the ranks, 2 the gradients too, 3 the
+    weights too; a cut that does not divide is padded up. Source: Rajbhandari et al. 2020, fig. 1.
+    """
+    items, shard = {}, -(-params // ranks)
+    for name, width in RECIPES[nearest(recipe, RECIPES, "recipe")].items():
+        cut_from = 3 if name == "weights" else 2 if "gradients" in name else 1
+        items[name] = (shard if stage >= cut_from else params) * width
+    return items
+
+
+def zero_bytes(params, ranks=1, stage=0, recipe="bf16"):
+    """Bytes of weights, gradients and optimizer state on one rank: the sum of `state_items`."""
+    return sum(state_items(int(params), int(ranks), stage, recipe).values())
+
+
+def dim0_shard(shape, ranks):
+    """Elements of the largest shard where one tensor is cut along its first dimension (FSDP2)."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+# ── memory: the list of tensors kept for backward ────────────────────────────────────────────
+
+# name | bytes, per micro-batch | only where | core: recomputed by selective recompute
+# A line that starts with norm stands for what a norm keeps: elements, rows, and what divides them.
+# Sources, per tensor: Korthikanti et al. 2022 section 4.1; every line is held to torch by the tests.
+ACTIVATIONS = """
+[layer]
+norm of attention            | T*h T u
+attention input              | T*h*e//g
+norm of the q rank           | T*rq T 1            | rq
+q up-projection input        | T*rq*e              | rq
+norm of the kv rank          | T*rkv T 1           | mla
+kv up-projection input       | T*rkv*e             | mla
+norm of q                    | T*a*d T*a 1         | qk_norm
+norm of k                    | T*k*d T*k 1         | qk_norm
+q                            | T*a*d*e
+k                            | far*k*d*e           | not per_head
+v                            | far*k*dv*e          | not per_head
+k of every head              | far*a*d*e           | per_head
+v of every head              | far*a*dv*e          | per_head
+log-sum-exp                  | 4*T*a               | attention == 'flash'   | core
+probabilities                | e*a*b*s*S           | attention == 'unfused' | core
+attention dropout mask       | a*b*s*S             | attention == 'unfused' and dropout | core
+dropped probabilities        | e*a*b*s*S           | attention == 'unfused' and dropout | core
+attention output             | T*a*dv*e
+output after all-to-all      | T*a*dv*e            | cp > 1 and cp_variant == 'ulysses'
+attention residual mask      | T*h//u              | dropout
+norm after attention         | T*h T u             | norms == 4
+norm of the mlp              | T*h T u
+mlp residual mask            | T*h//u              | dropout
+norm after the mlp           | T*h T u             | norms == 4
+[dense]
+mlp input                    | T*h*e//g
+mlp gate                     | T*f*e               | gated
+mlp up                       | T*f*e
+mlp activation               | T*f*e               | gated and mlp == 'eager'
+mlp product                  | T*f*e               | mlp != 'recompute'
+[moe]
+router input                 | T*h*e//u
+router probabilities, fp32   | 4*T*E//u
+chosen experts               | 8*T*top_k//u
+chosen probabilities and sum | 4*T*(top_k+1)//u
+row order                    | 8*R
+expert input                 | R*h*e
+expert gate                  | R*x*e
+expert up                    | R*x*e
+expert activation            | R*x*e               | mlp == 'eager'
+expert product               | R*x*e               | mlp != 'recompute'
+expert output                | R*h*e
+gates by row                 | R*e
+shared expert input          | T*h*e               | Fs and u > g
+shared expert gate           | T*y*e               | Fs
+shared expert up             | T*y*e               | Fs
+shared expert activation     | T*y*e               | Fs and mlp == 'eager'
+shared expert product        | T*y*e               | Fs and mlp != 'recompute'
+shared output and its gate   | T*(h+1)*e//u        | shared_gate
+[last]
+norm at the end              | T*h T u
+head input                   | T*h*e//g
+log-probabilities, fp32      | 4*T*V               | loss == 'eager'
+logits and an fp32 copy      | (e+4)*T*V           | loss == 'copies'
+logits                       | e*T*V               | loss == 'fused'
+[loss peak]
+fp32 logits and gradient     | 8*T*V               | loss == 'eager'
+fp32 gradient                | 4*T*V               | loss == 'copies'
+[boundary]
+layer input                  | T*h*e//u
+[first]
+token ids                    | 8*T
+"""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor kept from forward to backward."""
+
+    name: str
+    formula: str
+    bytes: int
+    core: bool = False
+
+
+@lru_cache(maxsize=64)
+def symbols(model, layout):
+    """The letters of the activation table, as numbers of this model on one rank of this layout."""
+    m, lo = model, layout
+    u, cut = lo.tp if lo.sp else 1, lo.recompute == "selective"
+    s, tokens = lo.seq // lo.cp, lo.batch * lo.seq // lo.cp
+    keeps_far = lo.cp > 1 and lo.cp_variant == "all-gather" and lo.gather == "keep"
+    return m.letters() | vars(lo) | dict(
+        T=tokens, b=lo.batch, s=s, S=lo.seq, e=lo.itemsize, u=u, g=u if lo.gather == "again" else 1,
+        a=m.heads // lo.tp, k=max(1, m.kv_heads // lo.tp), f=m.ffn // lo.tp,
+        V=-(-m.vocab // lo.tp), x=m.expert_ffn // lo.etp, y=m.shared_ffn // lo.tp,
+        R=tokens // u * m.top_k * lo.etp,  # rows that a balanced router sends to a rank
+        far=lo.batch * lo.seq if keeps_far else tokens,
+        per_head=bool(m.mla) or (lo.attention == "unfused" and not cut),  # k, v repeated per head
+    )  # fmt: skip
+
+
+def _norm_rows(name, sizes, layout, layer_norm):
+    """A norm keeps its input and its statistics; an RMSNorm written out computes in fp32, and keeps
+    more. What it returns is kept by the product that reads it."""
+    elements, rows, by = sizes.split()
+    if layout.norm == "eager" and not layer_norm:
+        yield f"{name}: fp32 input", f"4*{elements}//{by}"
+        yield f"{name}: normalised", f"{elements}*e//{by}"
+    else:
+        yield f"{name}: input", f"{elements}*e//{by}"
+    yield f"{name}: statistics", f"{8 if layer_norm else 4}*{rows}//{by}"
+
+
+_ACTIVATIONS = parse_table(ACTIVATIONS)
+
+
+@lru_cache(maxsize=512)
+def saved_in(model, layout, *sections):
+    """Rows of the activation table, as a tuple of `Saved`: those that apply, evaluated."""
+    names, out = symbols(model, layout), []
+    for name, formula, *more in [row for section in sections for row in _ACTIVATIONS[section]]:
+        if more and more[0] and not evaluate(more[0], names):
+            continue
+        expand = name.startswith("norm")
+        rows = _norm_rows(name, formula, layout, model.layer_norm) if expand else [(name, formula)]
+        out += [Saved(n, f, int(evaluate(f, names)), more[1:] == ["core"]) for n, f in rows]
+    return tuple(out)
+
+
+def layer_activations(model, layout, layer=0):
+    """What one layer keeps for backward per micro-batch, before recompute drops any of it."""
+    return saved_in(model, layout, "layer", "moe" if model.is_moe(layer) else "dense")
+
+
+def kept_activations(model, layout, layer=0):
+    """`layer_activations` after recompute: all, all but the attention core, or the layer's input."""
+    if layout.recompute == "full":
+        return saved_in(model, layout, "boundary")
+    saved = layer_activations(model, layout, layer)
+    return tuple(s for s in saved if not (layout.recompute == "selective" and s.core))
+
+
+def total(saved):
+    """Bytes of a list of Saved tensors."""
+    return sum(s.bytes for s in saved)
+
+
+def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
+    """Bytes of a layer with GELU, dropout and multi-head attention in 16 bits: Korthikanti et al.
+    2022, equations 1-4. With heads, the attention stores its probabilities: 5as/h more."""
+    scores = 5 * heads * seq / hidden
+    return seq * batch * hidden * ((34 + scores) / tp if sp else 10 + (24 + scores) / tp)
+
+
+# ── memory: how many micro-batches are in flight ─────────────────────────────────────────────
+
+
+def in_flight(schedule, p, m, v=1, rank=0):
+    """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
+    all layers of the rank. Split backwards are counted as holding everything until W; DualPipe in
+    units of one of its two stages. Source: 1F1B, Narayanan et al. 2021; zero bubble, Qi et al.
+    2024; DualPipe, DeepSeek-V3 report; checked by simulation."""
+    check_schedule(schedule, p, m, v)
+    s, behind = rank, p - 1 - rank
+    group = m // max(1, m // p)
+    peak = {
+        "gpipe": m,
+        "looped-bfs": m,
+        "1f1b": behind + 1,
+        "eager-1f1b": 2 * behind + 1,
+        "interleaved": Fraction(2 * behind + (v - 1) * group + 1, v),
+        "zb-h1": p,
+        "zb-h2": 2 * p - 1,
+        "zb-auto": p,
+        "zb-v": p,
+        "interleaved-zb": p,
+        "dualpipe": p + 1,
+        "dualpipev": Fraction(2 * p + 1, 2),
+    }[schedule]
+    return min(Fraction(m), Fraction(peak)) if s < p else Fraction(0)
+
+
+# ── memory: a rank of every stage, at three moments ──────────────────────────────────────────
+
+
+@dataclass
+class Item:
+    """A line of the budget: what it is, its bytes, the formula with its numbers put in."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass
+class StageMemory:
+    """One pipeline rank: its layers, its parameters, and the items alive at each moment."""
+
+    rank: int
+    layers: list
+    params: int
+    moments: dict  # moment -> [Item]
+    loose: int  # bytes of gradients that flow through one layer: they belong to the range
+
+    def bytes_at(self, moment):
+        return sum(item.bytes for item in self.moments[moment])
+
+    @property
+    def moment(self):
+        return max(self.moments, key=self.bytes_at)
+
+    @property
+    def peak(self):
+        return self.bytes_at(self.moment)
+
+    @property
+    def overhead(self):
+        """(least, most) bytes of what no formula gives, an estimate: CUDA context 0.5 to 1 GiB,
+        NCCL 0.3 to 2 GiB, fragmentation 2 to 8 %, gradients between the parts of a layer."""
+        return 0.8 * GiB + 0.02 * self.peak, 3 * GiB + 0.08 * self.peak + self.loose
+
+    def verdict(self, hbm):
+        """fits, tight or does not fit, of `hbm` bytes."""
+        low, high = (self.peak + more for more in self.overhead)
+        return "fits" if high <= hbm else "tight" if low <= hbm else "does not fit"
+
+
+def placed_layers(model, layout):
+    """Layers of each pipeline rank; -1 is the embedding, L the final norm and the head."""
+    ranks = rank_stages(layout.schedule, layout.pp, layout.v)
+    stages = 1 + max(map(max, ranks))
+    sizes = list(layout.stages) or split_layers(model.layers, stages)
+    ends = [0, *itertools.accumulate(sizes)]
+    of = [list(range(*pair)) for pair in zip(ends, ends[1:])]
+    of[0], of[-1] = [-1, *of[0]], [*of[-1], model.layers]
+    if stages == 1:
+        of = [[-1, *range(model.layers), model.layers]]
+    return [sorted(layer for stage in owned for layer in of[stage]) for owned in ranks]
+
+
+@lru_cache(maxsize=64)
+def _by_layer(model):
+    layers = {}
+    for w in weights(model):
+        layers.setdefault(w.layer, []).append(w)
+    return layers
+
+
+def local_parameters(model, layout, layers):
+    """{(layer, group): elements} on one rank; group is dense, expert or buffer. A rank that has the
+    head of a tied model but not its embedding holds a copy of the embedding."""
+    degrees, out = layout.degrees(model), Counter()
+    for layer in layers:
+        copies = layer == model.layers and model.tied and -1 not in layers
+        for w in _by_layer(model)[layer] + _by_layer(model)[-1][:1] * copies:
+            group = w.kind if w.kind in ("expert", "buffer") else "dense"
+            out[layer, group] += w.local(degrees)
+    return out
+
+
+def group_size(parts, group):
+    """Elements of a group of `local_parameters`."""
+    return sum(n for (_, g), n in parts.items() if g == group)
+
+
+def _state_items(layout, parts):
+    """Items of weights, gradients and optimizer; and the buffers that ZeRO-2 and ZeRO-3 work in."""
+    items, recipe = {}, RECIPES[layout.recipe]
+    for group in "dense", "expert":
+        params, ranks = group_size(parts, group), layout.shards(group)
+        for name, held in state_items(params, ranks, layout.zero, layout.recipe).items():
+            line = items.setdefault(name, Item(name, 0, ""))
+            if params:
+                cut = f" / {ranks}" if held < params * recipe[name] else ""
+                line.bytes += held
+                line.formula += f" + {params} {group} * {recipe[name]}{cut}"
+    if buffers := group_size(parts, "buffer"):
+        items["weights"].bytes += 4 * buffers
+        items["weights"].formula += f" + {buffers} buffers * 4"
+    units = Counter()
+    for (layer, group), n in parts.items():
+        units[layer] += n * (group != "buffer")
+    unit, work = max(units.values()), []
+    for name, part, count in ("gathered", "weights", 2), ("unreduced", "gradients", 1):
+        if layout.zero >= (3 if part == "weights" else 2):  # this layer's, and the next one's weights
+            count, width = min(count, len(units)), recipe[part]
+            work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
+    return list(items.values()), work
+
+
+def _held_activations(model, layout, rank, layers):
+    """Items that wait for backward on a rank, each times the micro-batches in flight."""
+    flight = in_flight(layout.schedule, layout.pp, layout.m, layout.v, rank)
+    if layout.schedule == "dualpipe":
+        flight /= 2  # a micro-batch crosses one of the rank's two stages
+    kinds = Counter()
+    for layer in layers:
+        if layer in (-1, model.layers):
+            kinds["embedding" if layer < 0 else "head", saved_in(model, layout, ("first", "last")[layer > 0])] += 1
+        else:
+            name = "mixture-of-experts layers" if model.is_moe(layer) else "dense layers"
+            kinds[name, kept_activations(model, layout, layer)] += 1
+    return [
+        Item(
+            f"activations of {count} {name}" if "layers" in name else f"activations of the {name}",
+            math.ceil(flight * count * total(saved)),
+            f"{flight} in flight * {count} * {total(saved)}",
+        )
+        for (name, saved), count in kinds.items()
+    ]
+
+
+def stage_memory(model, layout, rank=0):
+    """`StageMemory` of one pipeline rank: what is alive in the loss, in the deepest backward and at
+    the optimizer step. Fused optimizer: the step needs nothing of its own."""
+    layers = placed_layers(model, layout)[rank]
+    parts = local_parameters(model, layout, layers)
+    states, work = _state_items(layout, parts)
+    held = _held_activations(model, layout, rank, layers)
+    redo = []
+    for layer in {model.is_moe(x): x for x in layers if 0 <= x < model.layers}.values():
+        every, kept = (total(f(model, layout, layer)) for f in (layer_activations, kept_activations))
+        redo.append(Item("one layer recomputed", every - kept, f"{every} - {kept}"))
+    redo = [max(redo, key=lambda item: item.bytes)] if layout.recompute != "none" else []
+    names, has_head = symbols(model, layout), model.layers in layers
+    peak = saved_in(model, layout, "loss peak") if has_head else ()
+    peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]
+    moments = {
+        "loss" if has_head else "last forward": states + held + peak + work[:1] * (layout.zero == 3),
+        "deepest backward": states + held + redo + work,
+        "optimizer step": states,
+    }
+    widest = 3 * max(names["f"] * names["T"], names["x"] * names["R"]) + 2 * names["T"] * names["h"]
+    return StageMemory(rank, layers, sum(parts.values()), moments, widest * names["e"])
+
+
+def estimate(model, layout):
+    """Memory of one rank of every pipeline rank: a list of `StageMemory`. Raises as `validate`."""
+    validate(model, layout)
+    return [stage_memory(model, layout, rank) for rank in range(layout.pp)]
+
+
+def heaviest(stages):
+    """The StageMemory with the highest peak."""
+    return max(stages, key=lambda stage: stage.peak)
+
+
+def remedies(model, layout, hbm):
+    """Single changes that lower the peak, the best first: (flag, peak bytes, verdict)."""
+    changes = [("zero", z) for z in range(layout.zero + 1, 4)]
+    changes += [(axis, 2 * getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp", "ep")]
+    changes += [("recompute", "selective"), ("recompute", "full"), ("sp", True), ("loss", "fused")]
+    changes += [("attention", "flash"), ("mlp", "recompute"), ("batch", 1)]
+    now, found = heaviest(estimate(model, layout)).peak, []
+    for flag, value in changes:
+        try:
+            top = heaviest(estimate(model, replace(layout, **{flag: value})))
+        except ValueError:
+            continue
+        if top.peak < 0.97 * now:
+            found.append((f"--{flag} {value}".replace(" True", ""), top.peak, top.verdict(hbm)))
+    return sorted(found, key=lambda row: row[1])
+
+
+# ── traffic: bytes that leave a rank, as a ring sends them ───────────────────────────────────
+
+
+def ring_all_reduce_bytes(size, n):
+    """Sent by each rank that all-reduces `size` bytes over n: 2(n-1)/n of them."""
+    return 2 * (n - 1) / n * size
+
+
+def ring_share_bytes(size, n):
+    """Sent by each rank of an all-gather to, a reduce-scatter of, or an even all-to-all of `size`
+    bytes over n: (n-1)/n of them."""
+    return (n - 1) / n * size
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`count` calls of a collective over `ranks` ranks, `size` bytes each (the whole tensor)."""
+
+    axis: str
+    phase: str  # forward, backward, recompute, step
+    collective: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
+    count: float
+    size: float
+    ranks: int
+    hideable: bool = False  # can run beside computation
+
+    @property
+    def sent(self):
+        """Bytes that leave one rank."""
+        if self.collective == "send":
+            return self.count * self.size
+        per_call = ring_all_reduce_bytes if self.collective == "all_reduce" else ring_share_bytes
+        return self.count * per_call(self.size, self.ranks)
+
+
+def sent(transfers):
+    """Bytes that leave one rank, summed over a list of `Transfer`."""
+    return sum(transfer.sent for transfer in transfers)
+
+
+def tp_layer_traffic(tokens, hidden, tp, itemsize=2, sp=False, regather=True, recompute="none"):
+    """Tensor parallelism, one layer, one micro-batch: attention and MLP each have an f/g pair.
+
+    Without sp: 2 all-reduces forward, 2 backward. With sp each becomes an all-gather and a
+    reduce-scatter, the same bytes, and `regather` fetches the two inputs again for backward.
+    Full recompute repeats forward except its last collective: nothing after it is needed.
+    """
+    pair = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
+    calls = [(phase, what, 2) for phase in ("forward", "backward") for what in pair]
+    calls += [("backward", "all_gather", 2)] * (sp and regather)
+    calls += [("recompute", what, 1 + (what != pair[-1])) for what in pair if recompute == "full"]
+    size = tokens * hidden * itemsize
+    return [Transfer("tp", phase, what, n, size, tp) for phase, what, n in calls if tp > 1]
+
+
+def ep_traffic(tokens, top_k, hidden, ep, itemsize=2, remote_rows=None, recompute="none"):
+    """Experts, one layer, one micro-batch: dispatch and combine, forward and backward.
+
+    remote_rows: copies of tokens that leave the rank; balanced, tokens * top_k * (ep-1)/ep.
+    """
+    rows = tokens * top_k if remote_rows is None else remote_rows * ep / max(1, ep - 1)
+    phases = ["forward", "backward"] + ["recompute"] * (recompute == "full")
+    size = rows * hidden * itemsize
+    return [Transfer("ep", phase, "all_to_all", 2, size, ep) for phase in phases if ep > 1]
+
+
+def cp_traffic(variant, seq, heads, kv_heads, head_dim, cp, itemsize=2, batch=1, grad_itemsize=4):
+    """Context parallelism, one layer, one micro-batch: ring, all-gather or ulysses.
+
+    ring sends KV to cp-1 neighbours in turn, again in backward, and dKV (grad_itemsize bytes) cp
+    times, to bring it home. all-gather fetches KV, fetches it again and reduce-scatters dKV.
+    ulysses deals q, k, v and the output; their gradients go the same way back.
+    """
+    nearest(variant, ("ring", "all-gather", "ulysses"), "context-parallel variant")
+    kv = 2 * batch * seq * kv_heads * head_dim  # keys and values of the whole sequence
+    dealt = batch * (seq // cp) * head_dim * 2 * (heads + kv_heads) * itemsize
+    calls = {
+        "ring": [
+            ("forward", "send", cp - 1, kv // cp * itemsize),
+            ("backward", "send", cp - 1, kv // cp * itemsize),
+            ("backward", "send", cp, kv // cp * grad_itemsize),
+        ],
+        "all-gather": [
+            ("forward", "all_gather", 1, kv * itemsize),
+            ("backward", "all_gather", 1, kv * itemsize),
+            ("backward", "reduce_scatter", 1, kv * itemsize),
+        ],
+        "ulysses": [(phase, "all_to_all", 1, dealt) for phase in ("forward", "backward")],
+    }[variant]
+    return [Transfer("cp", *call, cp, variant == "ring") for call in calls if cp > 1]
+
+
+def pp_crossings(schedule, p, v=1):
+    """Stage boundaries between ranks that a micro-batch crosses, one way."""
+    return 2 * (p - 1) if schedule in _V_SHAPED else v * p - 1 if p > 1 else 0
+
+
+def pp_traffic(tokens, hidden, p, m, schedule="1f1b", v=1, itemsize=2, share=1):
+    """Pipeline, one step, mean over the ranks: each crossing sends an activation forward and its
+    gradient back. share > 1: each of so many tp ranks sends its part (sequence parallel)."""
+    count, size = m * pp_crossings(schedule, p, v) / p, tokens * hidden * itemsize / share
+    return [Transfer("pp", x, "send", count, size, p) for x in ("forward", "backward") if p > 1]
+
+
+def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
+    """Data parallelism, one step: gradients of `params` parameters, and what ZeRO adds.
+
+    Stage 0 all-reduces; 1 reduce-scatters and gathers the new weights, the same bytes; 2 has to
+    reduce-scatter in every micro-batch; 3 gathers weights in forward and again in backward of every
+    micro-batch: 3/2 of stage 0. replicas > 1 (hybrid): each shard is all-reduced among them.
+    """
+    weight, grad = (params * RECIPES[recipe][part] for part in ("weights", "gradients"))
+    reduce = ("backward", "reduce_scatter", m if stage >= 2 else 1, grad, ranks)
+    if stage == 0:
+        calls = [("backward", "all_reduce", 1, grad, ranks)]
+    elif stage == 3:
+        gathers = [(phase, "all_gather", m, weight, ranks) for phase in ("forward", "backward")]
+        calls = [*gathers, reduce]
+    else:
+        calls = [reduce, ("step", "all_gather", 1, weight, ranks)]
+    calls += [("backward", "all_reduce", 1, grad / ranks, replicas)] * (stage > 0)
+    return [Transfer("dp", *call, True) for call in calls if call[-1] > 1]
+
+
+def traffic(model, layout, rank=0):
+    """Everything that one rank of pipeline rank `rank` sends in a step: a list of `Transfer`."""
+    lo, layers, names = layout, placed_layers(model, layout)[rank], symbols(model, layout)
+    T, h, e, out = names["T"], model.hidden, lo.itemsize, []
+    ends = lambda phase, what, n, size: Transfer("tp", phase, what, n, size, lo.tp)
+    for layer in layers:
+        if layer == -1 and lo.tp > 1:
+            what = "reduce_scatter" if lo.sp else "all_reduce"
+            out.append(ends("forward", what, 1, T * h * e))
+        elif layer == model.layers and lo.tp > 1:  # three numbers a token, and the head's gradient
+            out.append(ends("forward", "all_reduce", 3, T * 4))
+            out.append(ends("backward", "reduce_scatter" if lo.sp else "all_reduce", 1, T * h * e))
+            out += [ends(x, "all_gather", 1, T * h * e) for x in ("forward", "backward") if lo.sp]
+        elif 0 <= layer < model.layers:
+            out += tp_layer_traffic(T, h, lo.tp, e, lo.sp, lo.gather == "again", lo.recompute)
+            sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
+            out += cp_traffic(lo.cp_variant, *sizes)
+            if model.is_moe(layer):
+                rows = T // names["u"], model.top_k
+                out += ep_traffic(*rows, h, lo.ep, e, recompute=lo.recompute)
+    out = [replace(x, count=x.count * lo.m) for x in out]
+    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, names["u"])
+    parts = local_parameters(model, lo, layers)
+    for group in "dense", "expert":
+        everyone = lo.expert_replicas if group == "expert" else lo.dp * lo.cp
+        ranks = lo.shards(group) if lo.zero else everyone
+        sizes = group_size(parts, group), ranks, lo.zero, lo.recipe, everyone // ranks, lo.m
+        out += zero_traffic(*sizes) if sizes[0] else []
+    counts = Counter()
+    for x in out:
+        counts[replace(x, count=0)] += x.count
+    return [replace(x, count=count) for x, count in counts.items()]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Two tiers. Bandwidths in bytes/s, one direction, per GPU (NVLink 4 is sold as 900 GB/s for
+    both directions together: 450 here); latency in seconds per step of a ring."""
+
+    node: int = 8
+    inner: float = 450e9
+    outer: float = 50e9
+    latency: float = 10e-6
+
+    def leaves_node(self, lo, axis):
+        """True if the axis' groups leave the node; ranks are numbered tp, cp, dp, pp outward."""
+        below = {"tp": 1, "cp": lo.tp, "dp": lo.tp, "ep": lo.etp, "pp": lo.tp * lo.cp * lo.dp}
+        size = {"tp": lo.tp, "cp": lo.cp, "dp": lo.cp * lo.dp, "ep": lo.ep, "pp": lo.pp}
+        return below[axis] * size[axis] > self.node
+
+    def seconds(self, layout, transfer):
+        """Bytes over the slowest link the group uses, and a latency for every step of the ring."""
+        n = transfer.ranks - 1
+        steps = transfer.count * {"all_reduce": 2 * n, "send": 1}.get(transfer.collective, n)
+        bandwidth = self.outer if self.leaves_node(layout, transfer.axis) else self.inner
+        return transfer.sent / bandwidth + steps * self.latency
+
+
+# ── bubbles ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Idle time of a schedule, in the unit of the costs.
+
+    Two definitions: idle, of the makespan (first start to last end over all ranks), and span_idle,
+    of the longest that any one rank is between its own first start and last end: the zero-bubble
+    paper's, and what a step costs if ranks may enter the next one at different times. Two
+    normalisations: ratio r, idle over ideal time; fraction r / (1 + r), idle over all time. None
+    where no closed form is known; `exact` is False for an estimate or a bound.
+    """
+
+    schedule: str
+    ideal: float
+    idle: float | None
+    span_idle: float | None
+    exact: bool = True
+    note: str = ""
+
+    def _over(self, idle, base):
+        return None if idle is None else idle / (self.ideal + base * idle)
+
+    ratio = property(lambda self: self._over(self.idle, 0))
+    fraction = property(lambda self: self._over(self.idle, 1))
+    span_ratio = property(lambda self: self._over(self.span_idle, 0))
+    span_fraction = property(lambda self: self._over(self.span_idle, 1))
+    makespan = property(lambda self: None if self.idle is None else self.ideal + self.idle)
+    span = property(lambda self: None if self.span_idle is None else self.ideal + self.span_idle)
+
+
+def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0)):
+    """`Bubble` by closed form, for every schedule. costs: (F, I, W, comm), for all layers of a rank
+    and one hop; I is the gradient of the input, W of the weights. Sources: GPipe and 1F1B, Narayanan
+    et al. 2021; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-V3 report. The tests hold every
+    form to a simulation."""
+    p, m, v = int(p), int(m), int(v)
+    check_schedule(schedule, p, m, v)
+    F, I, W, c = costs
+    q, whole = p - 1, F + I + W
+    form = lambda idle, span, *how: Bubble(schedule, m * whole, idle, span, *how)
+    unknown = lambda need: form(None, None, False, f"no closed form: {need}, or simulate it")
+    if p == 1 and schedule not in _V_SHAPED:
+        return form(0, 0)
+    if schedule in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"):
+        late, group = 2 * q * c, m // max(1, m // p)
+        if c and schedule == "1f1b":  # p micro-batches in flight make one round trip
+            late = 2 * c * (q * m / p + p - 2) if m % p == 0 else None
+        elif c and schedule == "eager-1f1b":
+            late = late if 2 * c <= whole else None
+        elif c and v > 1:
+            slack = (group if schedule == "interleaved" else m - p) * min(F, I + W) / v
+            late = late if schedule == "looped-bfs" else 2 * (v * p - 1) * c
+            late = late if slack >= p * c and m % p == 0 else None
+        if late is None:
+            return unknown("short hops and a multiple of p micro-batches are needed")
+        return form(*[q * whole / v + late] * 2)
+    return _split_bubble(schedule, p, m, v, costs, form, unknown)
+
+
+def _split_bubble(schedule, p, m, v, costs, form, unknown):
+    """The schedules that run the weight gradient apart from the input gradient."""
+    F, I, W, c = costs
+    q, equal = p - 1, F == I == W
+    if schedule.startswith("dualpipe") and not c:
+        half = p / 2 - 1 if schedule == "dualpipe" else q / 2
+        note = "" if equal else "an estimate: exact only where F = I = W"
+        return form(*[half * (F + 2 * I - W)] * 2, equal, note)
+    if schedule == "zb-h2" and m >= 2 * p - 1 and W <= F:
+        late = max(0, F + I - 2 * W + 2 * c)
+        return form(q * max(F + c, late), q * late)
+    if W <= min(F, I):
+        if schedule == "zb-h1" and (m >= 2 * p or not c):
+            return form(*[q * (F + I - W + 4 * c)] * 2)
+        if schedule == "interleaved-zb" and not c:
+            return form(*[q * (F + I - W) / v] * 2)
+        if schedule == "zb-auto":
+            return form(None, q * (I + 2 * c), False, "a lower bound, at the memory of 1F1B")
+        if schedule == "zb-v" and m >= 2 * p and equal:
+            return form(q * F / 2 + max(0, 5 * p - 7) * c, max(0, 6 * p - 8) * c)
+    return unknown("W no longer than F and I, more micro-batches or no communication are needed")
+
+
+# ── compute, time and cost ───────────────────────────────────────────────────────────────────
+
+# Dense peaks in FLOP/s, and HBM in bytes/s, from the vendors' data sheets. A sheet's headline is
+# often the sparse figure, twice the dense one.
+PEAKS = {
+    "v100": {"fp16": 125e12, "hbm": 0.9e12},
+    "a100": {"bf16": 312e12, "tf32": 156e12, "hbm": 2.039e12},
+    "h100": {"bf16": 989.5e12, "fp8": 1979e12, "tf32": 494.7e12, "hbm": 3.35e12},
+    "h100-pcie": {"bf16": 756e12, "fp8": 1513e12, "hbm": 2.0e12},
+    "h100-nvl": {"bf16": 835e12, "fp8": 1671e12, "hbm": 3.9e12},
+    "h200": {"bf16": 989.5e12, "fp8": 1979e12, "hbm": 4.8e12},
+    "b200": {"bf16": 2250e12, "fp8": 4500e12, "hbm": 8.0e12},
+    "mi300x": {"bf16": 1307e12, "fp8": 2615e12, "hbm": 5.3e12},
+}
+
+
+def peak_flops(gpu, precision="bf16", sparse=False):
+    """Peak FLOP/s of a GPU. sparse doubles it, and must be asked for: training is dense."""
+    row = PEAKS[nearest(gpu, PEAKS, "GPU")]
+    return row[nearest(precision, row, f"precision of {gpu}")] * (2 if sparse else 1)
+
+
+def attention_flops(layers, heads, head_dim, seq, causal=False, v_dim=None):
+    """Scores and their product with V, per token, forward and backward: 12 L a d s, half if causal."""
+    both = head_dim + (head_dim if v_dim is None else v_dim)
+    return 6 * layers * heads * both * seq / (2 if causal else 1)
+
+
+CONVENTIONS = {
+    "6N": "6 x all active parameters; attention not counted",
+    "palm": "6N and full attention (PaLM, appendix B)",
+    "full": "6 x parameters that multiply (no embedding table), full attention",
+    "causal": "the same, with the half of attention that a causal mask leaves (Megatron-LM)",
+}
+
+
+def flops_per_token(model, seq, convention="6N"):
+    """Training FLOPs of one token, forward and backward, under a convention of `CONVENTIONS`."""
+    nearest(convention, CONVENTIONS, "convention")
+    active = count_active(model)
+    attention = attention_flops(
+        model.layers, model.heads, model.qk_dim, seq, convention == "causal", model.v_dim
+    )
+    if convention in ("full", "causal") and not model.tied:  # a tied table multiplies as the head
+        active -= model.vocab * model.hidden
+    if convention in ("full", "causal"):
+        active -= model.positions * model.hidden
+    return 6 * active + (0 if convention == "6N" else attention)
+
+
+def training_flops(params, tokens):
+    """6 x parameters x tokens."""
+    return 6 * params * tokens
+
+
+def gpu_hours(flops, flops_per_second):
+    """GPU-hours of `flops` at an achieved rate per GPU."""
+    return flops / flops_per_second / 3600
+
+
+def training_days(flops, gpus, flops_per_second):
+    """Days of `flops` on `gpus` GPUs at an achieved rate per GPU."""
+    return flops / (gpus * flops_per_second) / 86400
+
+
+def cost(hours, price):
+    """Money of GPU-hours at a price per hour."""
+    return hours * price
+
+
+def mfu(flops, seconds, gpus, peak):
+    """Model FLOPs of all ranks over what all GPUs could do; above 1 is impossible: ValueError."""
+    share = flops / (seconds * gpus * peak)
+    if share > 1:
+        raise ValueError(
+            f"MFU {share:.0%}: impossible. {flops:.4g} FLOPs in {seconds:.4g} s are more than {gpus} "
+            f"GPUs of {peak:.4g} FLOP/s can do; look for a wrong peak, count or time"
+        )
+    return share
+
+
+def hfu(mfu, recompute="none"):
+    """Hardware utilisation: a full recompute repeats forward, 8 FLOPs for every 6."""
+    return mfu * (4 / 3 if recompute == "full" else 1)
+
+
+def mbu(bytes_moved, seconds, bandwidth):
+    """Bytes read and written over what HBM could move; above 1 is impossible: ValueError."""
+    share = bytes_moved / (seconds * bandwidth)
+    if share > 1:
+        raise ValueError(f"MBU {share:.0%}: impossible")
+    return share
+
+
+def chinchilla_tokens(params, ratio=20):
+    """About 20 tokens per parameter (Hoffmann et al. 2022)."""
+    return params * ratio
+
+
+def effective_batch(layout):
+    """Tokens of one step: micro-batch x sequence x micro-batches x data-parallel ranks."""
+    return layout.batch * layout.seq * layout.m * layout.dp
+
+
+def lr_scale(batch_ratio, rule="sqrt"):
+    """Factor of the learning rate when the batch grows: sqrt (Adam) or linear (SGD)."""
+    return {"sqrt": math.sqrt(batch_ratio), "linear": batch_ratio}[rule]
+
+
+# ── failures and offload ─────────────────────────────────────────────────────────────────────
+
+# Llama 3 report, section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 GPUs.
+HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
+
+
+def hours_between_failures(gpus, hours_of_one=HOURS_PER_FAILURE):
+    """Expected hours between interruptions of a job on `gpus` GPUs."""
+    return hours_of_one / gpus
+
+
+def young_interval(save, mtbf):
+    """Seconds between checkpoints that lose least: sqrt(2 x save x MTBF) (Young 1974)."""
+    return math.sqrt(2 * save * mtbf)
+
+
+def daly_interval(save, mtbf):
+    """The same to higher order, for saves that are not short beside the MTBF (Daly 2006, eq. 37)."""
+    if save >= 2 * mtbf:
+        return mtbf
+    x = math.sqrt(save / (2 * mtbf))
+    return young_interval(save, mtbf) * (1 + x / 3 + x * x / 9) - save
+
+
+def lost_share(interval, save, mtbf, restart=0.0):
+    """Share of time lost to saving, to work done twice, and to restarts (first order)."""
+    return save / interval + (interval / 2 + restart) / mtbf
+
+
+def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
+    """{direction: bytes} that one rank moves per step when its optimizer state lives elsewhere.
+
+    cpu (ZeRO-Offload): gradients out, new weights in, the step runs on the CPU. nvme
+    (ZeRO-Infinity): besides, master and moments are read and written back.
+    """
+    items = state_items(int(params), int(ranks), 3, recipe)
+    optimizer = sum(n for name, n in items.items() if name == "fp32 master" or "moment" in name)
+    moved = {"gradients out": items["gradients"], "weights in": items["weights"]}
+    if tier == "nvme":
+        moved |= {"optimizer read": optimizer, "optimizer written": optimizer}
+    return moved
+
+
+# ── the guide's claims ───────────────────────────────────────────────────────────────────────
+
+_IN_CLAIMS = (
+    zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, bubble, chinchilla_tokens,
+    training_flops, gpu_hours, training_days, mfu, hfu, lr_scale, hours_between_failures,
+)  # fmt: skip
+
+
+def guide_claims(section=None):
+    """The guide's quantitative claims, in its order, each with the value `recomputed` here.
+
+    A claim is data: id, lines, section, claim, inputs, formula, unit, guide (a number, or the two
+    ends of a range), verdict, why, source. Its formula is evaluated over its inputs and the
+    functions of this module. Raises ValueError if the data file or the section is missing.
+    """
+    if not GUIDE.exists():
+        raise ValueError(f"the claims are in {GUIDE.name}, and it does not lie beside this module")
+    claims = json.loads(GUIDE.read_text())
+    if section:
+        names = {claim["section"] for claim in claims}
+        chosen = {name for name in names if section.lower() in name.lower()}
+        chosen = chosen or {nearest(section, names, "section of the guide")}
+        claims = [claim for claim in claims if claim["section"] in chosen]
+    known = {f.__name__: f for f in _IN_CLAIMS} | {"math": math}
+    for claim in claims:
+        claim["recomputed"] = float(evaluate(claim["formula"], known | claim["inputs"]))
+    return sorted(claims, key=lambda claim: claim["lines"])
+
+
+def quantity(value, unit=""):
+    """A number with its unit as the guide writes it: decimal prefixes for bytes and rates."""
+    if isinstance(value, list):
+        low, high = value
+        if high >= 1e9 and low and high / low > 1e4:
+            return f"at least {quantity(low, unit)}"
+        ends = [x.partition(" ") for x in (quantity(low, unit), quantity(high, unit))]
+        low = ends[0][0] if ends[0][2] == ends[1][2] else " ".join(ends[0]).replace("  ", " ")
+        return f"{'up' if value[0] == 0 else low} to {' '.join(ends[1]).replace('  ', ' ')}".strip()
+    head, _, rest = unit.partition(" ")
+    if head in ("bytes", "bytes/s", "FLOP/s", "FLOPs", "bits/s"):
+        for prefix, size in ("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6):
+            if size <= abs(value) < 1000 * size:
+                short = head.replace("bytes", "B").replace("bits", "b")
+                return f"{value / size:.4g} {prefix}{short} {rest}".strip()
+    return f"{value:,.4g} {unit}".strip() if abs(value) < 1e4 else f"{value:,.0f} {unit}".strip()
+
+
+# ── pictures ─────────────────────────────────────────────────────────────────────────────────
+
+_COLOURS = "#0072B2 #E69F00 #000000 #56B4E9 #D55E00 #999999 #009E73 #CC79A7".split()
+_HATCHES = ["", "//", "", "..", "xx", "", "\\\\", "++"]
+
+
+def _bars(ax, names, columns, width=0.8):
+    """Stacked bars: columns {label: heights}, told apart by colour and by hatching."""
+    floor = [0.0] * len(names)
+    for (label, heights), colour, hatch in zip(columns.items(), _COLOURS, _HATCHES):
+        style = dict(color=colour, hatch=hatch, edgecolor="white", width=width)
+        ax.bar(range(len(names)), heights, bottom=floor, label=label, **style)
+        floor = [low + more for low, more in zip(floor, heights)]
+    ax.set_xticks(range(len(names)), names)
+    return floor
+
+
+def _lines(ax, curves):
+    """{label: (x, y)} as lines that differ in dash and marker too."""
+    for i, (label, (x, y)) in enumerate(curves.items()):
+        style = dict(color=_COLOURS[i % 8], linestyle=("-", "--", ":", "-.")[i % 4], markersize=4)
+        ax.plot(x, y, marker="os^vDPX*"[i % 8], label=label, **style)
+
+
+def plot_bubbles(ax, model, layout):
+    """Idle share of a rank's span against m/p, every schedule; equal ones share a line."""
+    p, steps, curves = max(2, layout.pp + layout.pp % 2), (1, 2, 3, 4, 6, 8), {}
+    for schedule in SCHEDULES:
+        v = 2 if schedule in _CHUNKED else 1
+        points = {}
+        for n in steps if not schedule.startswith("dualpipe") else steps[1:]:
+            share = bubble(schedule, p, n * p, v).span_fraction
+            if share is not None:
+                points[n] = round(100 * share, 6)
+        curves.setdefault(tuple(points.items()), []).append(schedule + f" v={v}" * (v > 1))
+    named = {", ".join(names): tuple(zip(*points)) for points, names in curves.items()}
+    _lines(ax, dict(sorted(named.items(), key=lambda curve: -curve[1][1][-1])))
+    ax.set(xlabel="micro-batches per pipeline rank, m / p", ylabel="idle, % of a rank's span")
+    ax.set(title=f"Bubble on {p} ranks, F = I = W, no communication time", xticks=steps)
+    ax.set_ylim(bottom=-1)
+
+
+def plot_memory(ax, model, layout):
+    """Bytes of each pipeline rank at its peak, stacked, with the range of overhead above."""
+    stages = estimate(model, layout)
+    columns = {name: [] for name in ("weights", "gradients", "optimizer", "activations", "buffers")}
+    for stage in stages:
+        sums = grouped(stage, stage.moment)
+        for name, column in columns.items():
+            column.append(sums[name] / GiB)
+    tops = _bars(ax, [stage.rank for stage in stages], columns)
+    low, high = ([stage.overhead[i] / GiB for stage in stages] for i in (0, 1))
+    middle = [top + (a + b) / 2 for top, a, b in zip(tops, low, high)]
+    spread = [(b - a) / 2 for a, b in zip(low, high)]
+    style = dict(fmt="none", ecolor="black", capsize=3, label="total with overhead, a range")
+    ax.errorbar(range(len(stages)), middle, spread, **style)
+    ax.set(xlabel="pipeline rank", ylabel="GiB at the peak", title=f"{model.name}, one rank per stage")
+
+
+def plot_zero(ax, model, layout):
+    """State bytes per rank against data-parallel ranks, for the four stages of ZeRO."""
+    ranks, n = [2**i for i in range(0, 11)], count_parameters(model)
+    sizes = lambda stage: [zero_bytes(n, r, stage, layout.recipe) / GiB for r in ranks]
+    _lines(ax, {f"ZeRO-{stage}" if stage else "DDP": (ranks, sizes(stage)) for stage in range(4)})
+    ax.set(xscale="log", yscale="log", xlabel="data-parallel ranks", ylabel="GiB of state per rank")
+    ax.set_xticks(ranks, ranks)
+    ax.set(title=f"{model.name}, {layout.recipe}: weights, gradients and optimizer")
+
+
+def plot_activations(ax, model, layout):
+    """Activations of all layers for one sequence, against its length, by recompute and kernel."""
+    lengths, curves = [2**i * 1024 for i in range(1, 8)], {}
+    for attention, recompute in (
+        ("unfused", "none"), ("unfused", "selective"), ("flash", "none"), ("flash", "full"),
+    ):  # fmt: skip
+        change = dict(attention=attention, recompute=recompute, batch=1)
+        layouts = [replace(layout, seq=length, **change) for length in lengths]
+        sizes = [model.layers * total(kept_activations(model, lo)) / GiB for lo in layouts]
+        curves[f"{attention} attention, recompute {recompute}"] = lengths, sizes
+    _lines(ax, curves)
+    ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB, all layers")
+    ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    ax.set(title=f"{model.name}: kept for backward, one sequence on tp {layout.tp}")
+
+
+def plot_traffic(ax, model, layout):
+    """Bytes that a rank of each pipeline rank sends in a step, by axis."""
+    validate(model, layout)
+    by_axis = [Counter() for _ in range(layout.pp)]
+    for rank, sums in enumerate(by_axis):
+        for transfer in traffic(model, layout, rank):
+            sums[transfer.axis] += transfer.sent / GiB
+    axes = [axis for axis in ("tp", "cp", "ep", "pp", "dp") if any(sums[axis] for sums in by_axis)]
+    _bars(ax, range(layout.pp), {axis: [sums[axis] for sums in by_axis] for axis in axes})
+    ax.set(xlabel="pipeline rank", ylabel="GiB sent per rank and step")
+    ax.set(title=f"{model.name}: {layout.m} micro-batches of {layout.batch} x {layout.seq}")
+
+
+def grouped(stage, moment):
+    """{weights, gradients, optimizer, activations, buffers: bytes} of a StageMemory at a moment."""
+    sums = Counter()
+    for item in stage.moments[moment]:
+        optimizer = item.name in PARTS[3:] and "optimizer"
+        named = [x for x in ("activations", "gradients", "weights") if item.name.endswith(x)]
+        group = "activations" if item.name.startswith("activations") else (named + ["buffers"])[0]
+        work = item.name.split()[0] in ("gathered", "unreduced", "one")
+        sums[optimizer or ("buffers" if work else group)] += item.bytes
+    return sums
+
+
+# ── the command line ─────────────────────────────────────────────────────────────────────────
+
+
+def table(header, rows):
+    """Text columns: the first to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    line = lambda row: "  ".join(
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths))
+    )
+    return "\n".join(line(row).rstrip() for row in cells)
+
+
+def gib(size):
+    return f"{size / GiB:,.2f}"
+
+
+def run_params(args):
+    """Parameters of a model, by kind and tensor."""
+    model = args.model
+    kinds, every, active = parameters_by_kind(model), count_parameters(model), count_active(model)
+    text = table([model.name, "parameters"], [[k, f"{n:,}"] for k, n in kinds.items()])
+    text += f"\nall: {every:,}   active per token: {active:,}"
+    if args.explain:
+        rows = [[w.name, "x".join(map(str, w.shape)), f"{w.numel:,}"] for w in weights(model)]
+        text += "\n" + table(["tensor", "shape", "parameters"], rows)
+    return text, {"model": model.name, "parameters": every, "active": active, "kinds": kinds}
+
+
+_PARTS_SHOWN = "weights gradients optimizer activations buffers".split()
+
+
+def run_estimate(args):
+    """Memory of a rank of every stage, whether it fits, and what to change."""
+    layouts = [args.layout] + [args.versus] * bool(args.versus)
+    texts, data = [], []
+    for layout in layouts:
+        stages, hbm = estimate(args.model, layout), args.hbm * GiB
+        rows, top = [], heaviest(stages)
+        for s in stages:
+            sums = grouped(s, s.moment)
+            rows.append([s.rank, len([x for x in s.layers if 0 <= x < args.model.layers])])
+            rows[-1] += [f"{s.params:,}", *(gib(sums[part]) for part in _PARTS_SHOWN)]
+            rows[-1] += [gib(s.peak), s.moment, s.verdict(hbm)]
+        header = ["rank", "layers", "parameters", *_PARTS_SHOWN, "peak GiB", "at", f"{args.hbm:g} GiB"]
+        low, high = (top.peak + more for more in top.overhead)
+        text = f"{args.model.name} on {layout.world} GPUs: {described(layout)}\n"
+        text += table(header, rows)
+        text += f"\nheaviest: rank {top.rank}, {gib(top.peak)} GiB exact at the {top.moment}; with "
+        text += f"CUDA, NCCL and fragmentation (an estimate) {gib(low)} to {gib(high)} GiB"
+        if args.explain:
+            text += "\n" + explained(args.model, layout, top)
+        if top.verdict(hbm) != "fits":
+            found = remedies(args.model, layout, hbm)[:6]
+            text += "\nwhat one change does, the strongest first:\n"
+            text += table(["", "peak GiB", ""], [[flag, gib(n), says] for flag, n, says in found])
+        texts.append(text)
+        data.append({"layout": asdict(layout), "stages": [as_json(s, hbm) for s in stages]})
+    if args.versus:
+        a, b = (heaviest(estimate(args.model, layout)) for layout in layouts)
+        sums = [grouped(s, s.moment) for s in (a, b)]
+        rows = [[part, *(gib(x[part]) for x in sums)] for part in _PARTS_SHOWN]
+        rows += [["peak GiB", gib(a.peak), gib(b.peak)], ["at the", a.moment, b.moment]]
+        rows += [["verdict", a.verdict(args.hbm * GiB), b.verdict(args.hbm * GiB)]]
+        texts.append(table(["heaviest rank", "first", "second"], rows))
+    return "\n\n".join(texts), data
+
+
+def described(layout):
+    """What differs from the default layout, as flags."""
+    changed = [f for f in fields(layout) if getattr(layout, f.name) != f.default]
+    show = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
+    flags = [f"--{f.name.replace('_', '-')} {show(getattr(layout, f.name))}" for f in changed]
+    return " ".join(flags).replace(" True", "") or "one rank"
+
+
+def explained(model, layout, stage):
+    """Every line of a rank's budget with its formula; then the tensors that one layer keeps."""
+    rows = [[i.name, f"{i.bytes:,}", i.formula.strip(" +")] for i in stage.moments[stage.moment]]
+    text = f"rank {stage.rank} at the {stage.moment}, bytes\n"
+    text += "\n".join(f"  {name:42}{size:>18}  = {formula}" for name, size, formula in rows)
+    names = symbols(model, layout)
+    for layer in {model.is_moe(x): x for x in stage.layers if 0 <= x < model.layers}.values():
+        text += f"\nlayer {layer} keeps for backward, per micro-batch"
+        for s in kept_activations(model, layout, layer):
+            put_in = substituted(s.formula, names)
+            text += f"\n  {s.name:42}{s.bytes:>18,}  = {s.formula} = {put_in}"
+    return text
+
+
+def as_json(stage, hbm):
+    """A StageMemory as plain data."""
+    moments = {name: [asdict(item) for item in items] for name, items in stage.moments.items()}
+    shown = {"rank": stage.rank, "layers": stage.layers, "parameters": stage.params}
+    shown |= {"peak": stage.peak, "moment": stage.moment, "overhead": stage.overhead}
+    return shown | {"verdict": stage.verdict(hbm), "moments": moments}
+
+
+def run_traffic(args):
+    """Bytes and seconds by axis and collective, of the rank that sends most."""
+    lo, net = args.layout, Topology(args.node, args.inner * 1e9, args.outer * 1e9)
+    validate(args.model, lo)
+    rank = max(range(lo.pp), key=lambda r: sent(traffic(args.model, lo, r)))
+    found = sorted(traffic(args.model, lo, rank), key=lambda x: (x.axis, -x.sent))
+    rows, data = [], []
+    for x in found:
+        where = "between nodes" if net.leaves_node(lo, x.axis) else "inside a node"
+        hides = "beside compute" if x.hideable else "exposed"
+        row = [f"{x.count:g}", f"{x.size / 2**20:,.1f}", f"{x.sent / GiB:,.3f}"]
+        seconds = net.seconds(lo, x)
+        rows.append([f"{x.axis} {x.phase} {x.collective}", x.ranks, *row, f"{1e3 * seconds:,.1f}", where, hides])
+        data.append(asdict(x) | {"sent": x.sent, "seconds": seconds, "where": where})
+    header = ["", "ranks", "calls", "MiB each", "GiB sent", "ms", "links", "can run"]
+    text = f"{args.model.name}: {described(lo)}\nrank of stage {rank}, one step\n" + table(header, rows)
+    text += f"\nall: {sent(found) / GiB:,.3f} GiB leave the rank. Sent counts a ring: 2(n-1)/n of an "
+    text += "all-reduce, (n-1)/n of the rest.\nTimes assume one direction at "
+    text += f"{args.inner:g} GB/s inside a node of {args.node} and {args.outer:g} GB/s per GPU between"
+    return text + " nodes, 10 us a ring step, and nothing else on the wire.", data
+
+
+def run_bubble(args):
+    """Bubble of a schedule by closed form, and what its ranks hold."""
+    b = bubble(args.schedule, args.p, args.m, args.v, args.costs)
+    held = [float(in_flight(args.schedule, args.p, args.m, args.v, r)) for r in range(args.p)]
+    show = lambda x, percent="": "unknown" if x is None else f"{x:.4g}{percent}"
+    percent = lambda x: show(None if x is None else 100 * x, " %")
+    rows = [["first start to last end", *map(show, (b.makespan, b.idle))]]
+    rows += [["longest span of a rank", *map(show, (b.span, b.span_idle))]]
+    rows[0] += [percent(b.ratio), percent(b.fraction)]
+    rows[1] += [percent(b.span_ratio), percent(b.span_fraction)]
+    text = f"{args.schedule}, p = {args.p}, m = {args.m}, v = {args.v}, (F, I, W, comm) = {args.costs}"
+    text += f"; ideal {b.ideal:g}{'' if b.exact else ': ' + b.note}\n"
+    text += table(["", "time", "idle", "of ideal", "of all"], rows)
+    text += f"\nmicro-batches in flight, by rank: {', '.join(f'{x:g}' for x in held)}"
+    data = asdict(b) | {"ratio": b.ratio, "fraction": b.fraction, "span_ratio": b.span_ratio}
+    return text, data | {"span_fraction": b.span_fraction, "in_flight": held}
+
+
+def run_compute(args):
+    """FLOPs by convention; then hours, days and money at an MFU, or the MFU of a measured time."""
+    model, peak = args.model, peak_flops(args.gpu, args.precision, args.sparse)
+    per_token = {name: flops_per_token(model, args.seq, name) for name in CONVENTIONS}
+    rows = [[n, f"{x:.4g}", f"{x * args.tokens:.4g}", CONVENTIONS[n]] for n, x in per_token.items()]
+    flops, data = per_token[args.convention] * args.tokens, {"flops_per_token": per_token}
+    text = table(["convention", "FLOPs/token", "FLOPs", "  counts"], rows)
+    if args.hours:
+        share = mfu(flops, 3600 * args.hours, args.gpus, peak)
+    else:
+        share = args.mfu
+        mfu(flops, flops / (args.gpus * peak * share), args.gpus, peak)
+    hours, days = gpu_hours(flops, peak * share), training_days(flops, args.gpus, peak * share)
+    batch = args.batch_tokens
+    kind = "2:4 sparse" if args.sparse else "dense"
+    text += f"\n{args.gpus} x {args.gpu}, {kind} {args.precision} peak {peak / 1e12:g} TFLOP/s, "
+    text += f"MFU {share:.2%} ({args.convention}); HFU with full recompute {hfu(share, 'full'):.2%}"
+    text += f"\n{hours:,.0f} GPU-hours, {days:,.1f} days, {hours * args.price:,.0f} at {args.price:g}"
+    text += f" an hour; {args.tokens / count_active(model):.3g} tokens per active parameter (about 20"
+    text += f" is compute-optimal)\n{args.tokens / batch:,.0f} steps of {batch:,.0f} tokens; a batch"
+    text += f" of twice that takes {lr_scale(2):.3g} x the learning rate (square root)"
+    data |= {"peak": peak, "mfu": share, "gpu_hours": hours, "days": days}
+    return text, data | {"cost": hours * args.price, "flops": flops}
+
+
+def run_guide(args):
+    """The guide's worked examples: its number, the recomputed one, whether it holds, and why."""
+    claims = guide_claims(args.section)
+    holds = sum(claim["verdict"] == "holds" for claim in claims)
+    shown = [c for c in claims if not (args.wrong and c["verdict"] == "holds")]
+    parts, section = [], None
+    for c in shown:
+        if c["section"] != section:
+            parts.append(f"\n{c['section']}")
+            section = c["section"]
+        parts.append(f"  line {c['lines'][0]}: {c['claim']}")
+        found = f"guide {quantity(c['guide'], c['unit'])}; recomputed"
+        parts.append(f"    {found} {quantity(c['recomputed'], c['unit'])}; {c['verdict']}")
+        put_in = substituted(c["formula"], c["inputs"])
+        parts.append(f"    {c['formula']}" + f" = {put_in}" * (put_in != c["formula"]))
+        if c["verdict"] != "holds":
+            parts += textwrap.wrap(c["why"], 100, initial_indent="    ", subsequent_indent="    ")
+    parts.append(f"\n{len(claims)} claims, {holds} hold, {len(claims) - holds} do not")
+    return "\n".join(parts).strip(), shown
+
+
+def run_failures(args):
+    """Hours between failures and the checkpoint interval that loses least, by number of GPUs."""
+    rows, data = [], []
+    for gpus in args.gpus:
+        hours = hours_between_failures(gpus, args.mtbf)
+        young, daly = (f(args.save, 3600 * hours) for f in (young_interval, daly_interval))
+        lost = lost_share(young, args.save, 3600 * hours, args.restart)
+        shown = [f"{gpus:,}", f"{hours:,.2f}", f"{24 / hours:.3g}", f"{young / 60:,.1f}"]
+        rows.append([*shown, f"{daly / 60:,.1f}", f"{lost:.2%}"])
+        keys = "gpus hours_between_failures young_seconds daly_seconds lost_share".split()
+        data.append(dict(zip(keys, (gpus, hours, young, daly, lost))))
+    header = ["GPUs", "hours between", "a day", "Young, min", "Daly, min", "time lost"]
+    text = table(header, rows)
+    text += f"\none GPU fails every {args.mtbf:,.0f} hours (Llama 3: 419 interruptions in 54 days on "
+    text += f"16,384); a checkpoint stops the job for {args.save:g} s, a restart takes "
+    text += f"{args.restart:g} s.\nThe guide: a failure every hour at 10,000 GPUs, and 1 to 3 a day; "
+    ten = hours_between_failures(10_000, args.mtbf)
+    return text + f"here every {ten:.1f} hours, {24 / ten:.1f} a day.", data
+
+
+def run_offload(args):
+    """Bytes and seconds per step of states that live in CPU memory or on NVMe."""
+    n, ranks = count_parameters(args.model) // (args.layout.tp * args.layout.pp), args.layout.dp
+    rows, data = [], {}
+    for tier, bandwidth in ("cpu", args.pcie), ("nvme", args.nvme):
+        for way, size in offload_bytes(n, ranks, args.layout.recipe, tier).items():
+            drive = tier == "nvme" and way.startswith("optimizer")
+            seconds = size / 1e9 / (bandwidth if drive else args.pcie)
+            rows.append([f"{tier}: {way}", gib(size), f"{seconds:.3f}"])
+            data.setdefault(tier, {})[way] = {"bytes": size, "seconds": seconds}
+    text = f"{args.model.name}, {n:,} parameters per model-parallel rank, cut over {ranks}\n"
+    text += table(["", "GiB", "seconds"], rows)
+    text += f"\nassumes {args.pcie:g} GB/s to the CPU per GPU and {args.nvme:g} GB/s to NVMe per GPU,"
+    return text + " one direction at a time, no overlap", data
+
+
+def run_worksheet(args):
+    """The guide's memory budget worksheet, filled in for the heaviest rank."""
+    lo, top = args.layout, heaviest(estimate(args.model, args.layout))
+    sums, (low, high) = grouped(top, top.moment), top.overhead
+    shard = f"/ {lo.zero_ranks} ranks of dp x cp" if lo.zero else "whole on each dp rank"
+    notes = {
+        "weights": f"/ tp {lo.tp} / pp {lo.pp}" + f" {shard}" * (lo.zero == 3),
+        "gradients": f"/ tp {lo.tp} / pp {lo.pp}" + f" {shard}" * (lo.zero >= 2),
+        "optimizer": f"/ tp {lo.tp} / pp {lo.pp} {shard}: the guide leaves out tp",
+        "activations": f"{in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)} micro-batches in flight",
+        "buffers": "logits, recomputed layer, ZeRO gathers: the guide leaves them out",
+    }
+    rows = [[f"{part:12}{gib(sums[part]):>9} GiB  {note}"] for part, note in notes.items()]
+    rows += [[f"{'exact':12}{gib(top.peak):>9} GiB  rank {top.rank}, at the {top.moment}"]]
+    rows += [[f"{'overhead':12}{gib(low):>9} to {gib(high)} GiB: an estimate. The guide: 5 GB here, 11"]]
+    rows[-1][0] += " GB in its worked example"
+    rows += [[f"{'total':12}{gib(top.peak + low):>9} to {gib(top.peak + high)} GiB of {args.hbm:g}"]]
+    text = f"{args.model.name} on {lo.world} GPUs: {described(lo)}\n"
+    text += "\n".join(row[0] for row in rows) + f": {top.verdict(args.hbm * GiB)}"
+    return text, dict(sums) | {"exact": top.peak, "overhead": [low, high]}
+
+
+PLOTS = {
+    "bubbles": plot_bubbles,
+    "memory": plot_memory,
+    "zero": plot_zero,
+    "activations": plot_activations,
+    "traffic": plot_traffic,
+}
+
+
+def run_plot(args):
+    """Draw one of the pictures to a file."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    PLOTS[args.what](ax, args.model, args.layout)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    try:
+        figure.savefig(args.out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--out {args.out}: {error}") from error
+    finally:
+        plt.close(figure)
+    return f"{args.what}: {args.out}", {"what": args.what, "out": args.out}
+
+
+def add_layout_flags(parser, default=Layout()):
+    """A flag for every field of Layout."""
+    for f in fields(Layout):
+        flag, value = "--" + f.name.replace("_", "-"), getattr(default, f.name)
+        text = f"{f.metadata['help']} (default: {value if value != () else 'even'})"
+        if f.type is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=text)
+        else:
+            kind = stage_sizes if f.type is tuple else f.type
+            given = dict(type=kind, choices=f.metadata["choices"], default=value, help=text)
+            parser.add_argument(flag, **given)
+
+
+def stage_sizes(text):
+    """Layers per stage: 7,8,8,7."""
+    return tuple(int(word) for word in text.split(","))
+
+
+def four_costs(text):
+    """F,I,W,comm."""
+    costs = tuple(float(word) for word in text.split(","))
+    if len(costs) != 4 or min(costs) < 0 or not any(costs[:3]):
+        raise argparse.ArgumentTypeError("four numbers F,I,W,comm are needed, as 1,1,1,0")
+    return costs
+
+
+def positive(text):
+    """A number above zero: 1.4e12."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def build_parser():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name, run, model=False, layout=False):
+        sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="print data instead of text")
+        if model:
+            which = sub.add_mutually_exclusive_group()
+            which.add_argument("--model", default="llama-3-8b", help="a released model, by name")
+            which.add_argument("--config", help="a Hugging Face config.json")
+        if layout:
+            add_layout_flags(sub)
+        return sub.add_argument
+
+    add = command("params", run_params, model=True)
+    add("--explain", action="store_true", help="list every tensor")
+    add = command("estimate", run_estimate, model=True, layout=True)
+    add("--hbm", type=positive, default=80, help="GiB of one GPU (an 80 GB H100 shows 79.6)")
+    add("--explain", action="store_true", help="print each formula with its numbers put in")
+    add("--versus", help='a second layout, as what differs from the first: "--tp 4 --pp 2"')
+    add = command("traffic", run_traffic, model=True, layout=True)
+    add("--node", type=int, default=8, help="GPUs in a node")
+    add("--inner", type=positive, default=450, help="GB/s per GPU inside a node, one direction")
+    add("--outer", type=positive, default=50, help="GB/s per GPU between nodes, one direction")
+    add = command("bubble", run_bubble)
+    add("--schedule", choices=SCHEDULES, default="1f1b")
+    add("--p", type=int, default=8, help="pipeline ranks")
+    add("--m", type=int, default=32, help="micro-batches")
+    add("--v", type=int, default=1, help="chunks per rank")
+    add("--costs", type=four_costs, default=(1, 1, 1, 0), help="F,I,W,comm")
+    add = command("compute", run_compute, model=True)
+    add("--tokens", type=positive, required=True)
+    add("--gpus", type=int, required=True)
+    add("--gpu", default="h100", help=", ".join(PEAKS))
+    add("--precision", default="bf16", help="bf16, fp8, tf32, fp16")
+    add("--sparse", action="store_true", help="count the 2:4 sparse peak: twice the dense one")
+    add("--mfu", type=positive, default=0.4, help="assumed, where --hours is not given")
+    add("--hours", type=positive, help="measured wall-clock hours: the MFU is computed")
+    add("--convention", choices=CONVENTIONS, default="6N", help="how FLOPs are counted")
+    add("--seq", type=int, default=8192, help="tokens in a sequence, for attention")
+    add("--batch-tokens", type=positive, default=4e6, help="tokens of a step")
+    add("--price", type=positive, default=3, help="per GPU-hour")
+    add = command("guide", run_guide)
+    add("section", nargs="?", help="part of a section's title")
+    add("--wrong", action="store_true", help="only what does not hold")
+    add = command("failures", run_failures)
+    scale = [64, 512, 1024, 4096, 10000, 16384, 100000]
+    add("--gpus", type=int, nargs="+", default=scale)
+    add("--mtbf", type=positive, default=HOURS_PER_FAILURE, help="hours between failures of one GPU")
+    add("--save", type=positive, default=60, help="seconds that a checkpoint stops the job")
+    add("--restart", type=float, default=600, help="seconds from a failure to the next step")
+    add = command("offload", run_offload, model=True, layout=True)
+    add("--pcie", type=positive, default=50, help="GB/s per GPU to CPU memory")
+    add("--nvme", type=positive, default=6, help="GB/s per GPU to NVMe")
+    add = command("worksheet", run_worksheet, model=True, layout=True)
+    add("--hbm", type=positive, default=80, help="GiB of one GPU")
+    add = command("plot", run_plot, model=True, layout=True)
+    add("what", choices=PLOTS)
+    add("--out", required=True, help="a PNG, SVG or PDF file")
+    return parser
+
+
+def read_config(path):
+    """A Model from a config.json on disk; ValueError where it is none."""
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {path}: not a JSON object")
+    return model_from_config(config, Path(path).parent.name or "model")
+
+
+def main(argv=None):
+    """Run one command; wrong input is answered by a sentence and exit status 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        if hasattr(args, "model"):
+            args.model = read_config(args.config) if args.config else preset(args.model)
+        if hasattr(args, "tp"):
+            args.layout = Layout(**{f.name: getattr(args, f.name) for f in fields(Layout)})
+        if getattr(args, "versus", None) is not None:
+            parser = argparse.ArgumentParser(prog="--versus", add_help=False)
+            add_layout_flags(parser, args.layout)
+            args.versus = Layout(**vars(parser.parse_args(args.versus.split())))
+        text, data = args.run(args)
+    except ValueError as refused:
+        print(refused, file=sys.stderr)
+        return 2
+    print(json.dumps(data, indent=1) if args.json else text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
