@@ -106,7 +106,7 @@ def _answers(ranks, ends, folder, timeout):
     if len(answers) == len(ranks):
         return [answers[rank] for rank in range(len(ranks))]
     if failures:
-        lost = [text for _, text in failures if "onnection closed" not in text] or [failures[0][1]]
+        lost = [text for _, text in failures if "by peer" not in text] or [failures[0][1]]
         raise RankFailed(lost[0])
     hung = [rank for rank in range(len(ranks)) if rank not in answers]
     stacks = "".join(f"\nrank {r}: {_stack(ranks[r], Path(folder, f'{r}.out'))}" for r in hung)

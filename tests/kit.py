@@ -201,8 +201,10 @@ def _rank(local, ranks, main, args, folder=None):
         dist.init_process_group("nccl" if on_gpu else "gloo", **given)
         code = main(args, device)
         dist.destroy_process_group()
-    except Exception:
-        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception as error:
+        lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
+        why = "lost another rank, which failed first" if lost else traceback.format_exc()
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
         os._exit(1)  # without farewell, so that the others see the connection close at once
     sys.exit(code)
 
