@@ -267,112 +267,84 @@ def parameters_by_kind(model):
     return {kind: sum(w.numel for w in weights(model) if w.kind == kind) for kind in kinds}
 
 
-# What a model_type implies beyond its config.json: fixed traits, then fields that the released
-# files leave to the class defaults of transformers.
+# What a model_type implies beyond its config.json: traits, and the fields that released files leave
+# to the class defaults of transformers.
+_BIASES = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+_GEMMA = dict(tie_word_embeddings=True, head_dim=256)
+_GEMMA3 = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
 _FAMILIES = {
     "llama": ({}, {}),
     "mistral": ({}, {}),
     "mixtral": ({}, {}),
-    "qwen2": ({"qkv_bias": True}, {}),
-    "qwen2_moe": ({"qkv_bias": True, "shared_gate": True}, {}),
-    "qwen3": ({"qk_norm": True}, {}),
-    "qwen3_moe": ({"qk_norm": True}, {}),
+    "qwen2": (dict(qkv_bias=True), {}),
+    "qwen2_moe": (dict(qkv_bias=True, shared_gate=True), {}),
+    "qwen3": (dict(qk_norm=True), {}),
+    "qwen3_moe": (dict(qk_norm=True), {}),
     "deepseek_v2": ({}, {}),
-    "deepseek_v3": ({"router_bias": True}, {}),
-    "gemma": ({}, {"tie_word_embeddings": True, "head_dim": 256}),
-    "gemma2": ({"norms": 4}, {"tie_word_embeddings": True, "head_dim": 256}),
-    "gemma3_text": (
-        {"norms": 4, "qk_norm": True},
-        {"tie_word_embeddings": True, "head_dim": 256, "vocab_size": 262208}
-        | {"num_attention_heads": 8, "num_key_value_heads": 4},
-    ),
+    "deepseek_v3": (dict(router_bias=True), {}),
+    "gemma": ({}, _GEMMA),
+    "gemma2": (dict(norms=4), _GEMMA),
+    "gemma3_text": (dict(norms=4, qk_norm=True), _GEMMA | _GEMMA3),
     "gpt2": (
-        {"gated": False, "layer_norm": True}
-        | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
-        {"tie_word_embeddings": True, "n_positions": 1024},
+        dict(gated=False, layer_norm=True, **_BIASES),
+        dict(tie_word_embeddings=True, n_positions=1024),
     ),
 }
-_GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer"}
-_GPT2_NAMES |= {"num_attention_heads": "n_head", "intermediate_size": "n_inner"}
+_GPT2_NAMES = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head")
+_GPT2_NAMES |= dict(intermediate_size="n_inner")
 
 
 def model_from_config(config, name="model"):
     """A Model from a Hugging Face config.json, as a dict.
 
     Raises ValueError with a sentence that names the field which is missing or contradicts another.
-    Multi-token-prediction layers and vision towers are not counted.
+    Layers that predict further tokens, and vision towers, are not counted.
     """
     config = {**config, **config.get("text_config", {})}
     family = nearest(config.get("model_type", "(no model_type)"), _FAMILIES, "model_type")
     traits, defaults = _FAMILIES[family]
     config = defaults | {key: value for key, value in config.items() if value is not None}
+    refuse = lambda why: ValueError(f"config.json of {name}: {why}")
 
     def get(key, *default, least=1):
         key = _GPT2_NAMES.get(key, key) if family == "gpt2" else key
         if key not in config and not default:
-            raise ValueError(f"config.json of {name}: {key} is missing")
+            raise refuse(f"{key} is missing")
         value = config.get(key, *default)
-        if value.__class__ is not int or value < least:
-            raise ValueError(f"config.json of {name}: {key} is {value!r}, not a count")
+        if type(value) is not int or value < least:
+            raise refuse(f"{key} is {value!r}, not a whole number of {least} or more")
         return value
 
-    h, heads = get("hidden_size"), get("num_attention_heads")
-    if "head_dim" not in config and "kv_lora_rank" not in config and h % heads:
-        raise ValueError(
-            f"config.json of {name}: num_attention_heads {heads} does not divide hidden_size {h}, "
-            "and there is no head_dim"
-        )
+    h, heads, mla = get("hidden_size"), get("num_attention_heads"), family.startswith("deepseek")
+    if "head_dim" not in config and not mla and h % heads:
+        raise refuse(f"num_attention_heads {heads} does not divide hidden_size {h}; no head_dim")
     kv_heads = get("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ValueError(
-            f"config.json of {name}: num_key_value_heads {kv_heads} does not divide "
-            f"num_attention_heads {heads}"
-        )
-    attention_bias, mlp_bias = (bool(config.get(key)) for key in ("attention_bias", "mlp_bias"))
-    shape = dict(
-        name=name,
-        layers=get("num_hidden_layers"),
-        hidden=h,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=get("head_dim", h // heads),
-        ffn=get("intermediate_size", *[4 * h] * (family == "gpt2")),
-        vocab=get("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        positions=get("n_positions") if family == "gpt2" else 0,
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=mlp_bias,
-    )
-    shape |= _experts_of(get, config, name, shape["layers"])
-    if family.startswith("deepseek"):
-        ranks = get("q_lora_rank", 0, least=0), get("kv_lora_rank"), get("qk_rope_head_dim")
-        shape |= dict(mla=(*ranks, get("qk_nope_head_dim"), get("v_head_dim")))
+        raise refuse(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    bias, layers = bool(config.get("attention_bias")), get("num_hidden_layers")
+    shape = dict(name=name, layers=layers, hidden=h, heads=heads, kv_heads=kv_heads)
+    shape |= dict(qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+    shape |= dict(head_dim=get("head_dim", h // heads), vocab=get("vocab_size"))
+    shape |= dict(ffn=get("intermediate_size", *[4 * h] * (family == "gpt2")))
+    shape |= dict(tied=bool(config.get("tie_word_embeddings")))
+    shape |= dict(positions=get("n_positions") if family == "gpt2" else 0)
+    if mla:
+        sizes = map(get, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        shape |= dict(mla=(get("q_lora_rank", 0, least=0), *sizes))
+    many = [x for x in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(x)]
+    if many:
+        experts, top_k = get(many[0]), get("num_experts_per_tok")
+        if top_k > experts:
+            raise refuse(f"num_experts_per_tok {top_k} exceeds {many[0]} {experts}")
+        width = get("moe_intermediate_size", *[shape["ffn"]] * (many[0] == "num_local_experts"))
+        shared = get("n_shared_experts", 0, least=0) * width
+        first, sparse = get("first_k_dense_replace", 0, least=0), get("decoder_sparse_step", 1)
+        every, dense = get("moe_layer_freq", 1), set(config.get("mlp_only_layers") or ())
+        dense |= {i for i in range(layers) if i < first or i % every or (i + 1) % sparse}
+        shared = get("shared_expert_intermediate_size", shared, least=0)
+        shape |= dict(experts=experts, top_k=top_k, expert_ffn=width, shared_ffn=shared)
+        shape |= dict(dense_layers=frozenset(dense))
     return Model(**(shape | traits))
-
-
-def _experts_of(get, config, name, layers):
-    """The mixture-of-experts fields of a config, whatever its family calls them."""
-    known = "num_local_experts", "num_experts", "n_routed_experts"
-    key = next((key for key in known if config.get(key)), None)
-    if key is None:
-        return {}
-    experts, top_k = get(key), get("num_experts_per_tok")
-    if top_k > experts:
-        raise ValueError(f"config.json of {name}: num_experts_per_tok {top_k} exceeds {key} {experts}")
-    width = get("intermediate_size" if key == "num_local_experts" else "moe_intermediate_size")
-    shared = get("n_shared_experts", 0, least=0) * width
-    first, every = get("first_k_dense_replace", 0, least=0), get("moe_layer_freq", 1)
-    sparse, dense = get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
-    dense |= {i for i in range(layers) if i < first or i % every or (i + 1) % sparse}
-    shared = get("shared_expert_intermediate_size", shared, least=0)
-    return dict(
-        experts=experts,
-        top_k=top_k,
-        expert_ffn=width,
-        shared_ffn=shared,
-        dense_layers=frozenset(dense),
-    )
 
 
 # The released config.json files, a line each: six columns, then what else matters. experts: how many,
@@ -644,6 +616,7 @@ norm of the q rank           | T*rq T 1            | rq
 q up-projection input        | T*rq*e              | rq
 norm of the kv rank          | T*rkv T 1           | mla
 kv up-projection input       | T*rkv*e             | mla
+rope part, beside the kv rank| T*rope*e            | mla
 norm of q                    | T*a*d T*a 1         | qk_norm
 norm of k                    | T*k*d T*k 1         | qk_norm
 q                            | T*a*d*e
@@ -673,14 +646,14 @@ router input                 | T*h*e//u
 router probabilities, fp32   | 4*T*E//u
 chosen experts               | 8*T*top_k//u
 chosen probabilities and sum | 4*T*(top_k+1)//u
-row order                    | 8*R
+token of each row, and way back | 16*R
 expert input                 | R*h*e
 expert gate                  | R*x*e
 expert up                    | R*x*e
 expert activation            | R*x*e               | mlp == 'eager'
 expert product               | R*x*e               | mlp != 'recompute'
-expert output                | R*h*e
-gates by row                 | R*e
+expert output, by token      | R*h*e
+gates                        | R*e
 shared expert input          | T*h*e               | Fs and u > g
 shared expert gate           | T*y*e               | Fs
 shared expert up             | T*y*e               | Fs
@@ -700,6 +673,7 @@ fp32 gradient                | 4*T*V               | loss == 'copies'
 layer input                  | T*h*e//u
 [first]
 token ids                    | 8*T
+embedding mask               | T*h//u              | dropout
 """
 
 
@@ -786,11 +760,11 @@ def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
 # ── memory: how many micro-batches are in flight ─────────────────────────────────────────────
 
 
-def in_flight(schedule, p, m, v=1, rank=0):
+def in_flight(schedule, p, m, v=1, rank=0, limit=None):
     """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
     all layers of the rank. Split backwards are counted as holding everything until W; DualPipe in
-    units of one of its two stages. Source: 1F1B, Narayanan et al. 2021; zero bubble, Qi et al.
-    2024; DualPipe, DeepSeek-V3 report; checked by simulation."""
+    units of one of its two stages; zb-auto obeys its limit (default 2p - 1). Source: 1F1B, Narayanan
+    et al. 2021; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-V3 report; checked by simulation."""
     check_schedule(schedule, p, m, v)
     s, behind = rank, p - 1 - rank
     group = m // max(1, m // p)
@@ -802,7 +776,7 @@ def in_flight(schedule, p, m, v=1, rank=0):
         "interleaved": Fraction(2 * behind + (v - 1) * group + 1, v),
         "zb-h1": p,
         "zb-h2": 2 * p - 1,
-        "zb-auto": p,
+        "zb-auto": limit or 2 * p - 1,
         "zb-v": p,
         "interleaved-zb": p,
         "dualpipe": p + 1,
@@ -974,6 +948,17 @@ def estimate(model, layout):
 def heaviest(stages):
     """The StageMemory with the highest peak."""
     return max(stages, key=lambda stage: stage.peak)
+
+
+def grouped(stage, moment=None):
+    """{weights, gradients, optimizer, activations, buffers: bytes} of a StageMemory, at its peak."""
+    sums = dict.fromkeys("weights gradients optimizer activations buffers".split(), 0)
+    for item in stage.moments[moment or stage.moment]:
+        last = "optimizer" if item.name in PARTS[3:] else item.name.split()[-1]
+        last = "activations" if item.name.startswith("activations") else last
+        works = item.name.startswith(("gathered", "unreduced")) or last not in sums
+        sums["buffers" if works else last] += item.bytes
+    return sums
 
 
 def remedies(model, layout, hbm):
@@ -1151,6 +1136,11 @@ def traffic(model, layout, rank=0):
     return [replace(x, count=count) for x, count in counts.items()]
 
 
+def busiest(model, layout):
+    """The pipeline rank that sends most."""
+    return max(range(layout.pp), key=lambda rank: sent(traffic(model, layout, rank)))
+
+
 @dataclass(frozen=True)
 class Topology:
     """Two tiers. Bandwidths in bytes/s, one direction, per GPU (NVLink 4 is sold as 900 GB/s for
@@ -1207,11 +1197,11 @@ class Bubble:
     span = property(lambda self: None if self.span_idle is None else self.ideal + self.span_idle)
 
 
-def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0)):
+def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
     """`Bubble` by closed form, for every schedule. costs: (F, I, W, comm), for all layers of a rank
-    and one hop; I is the gradient of the input, W of the weights. Sources: GPipe and 1F1B, Narayanan
-    et al. 2021; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-V3 report. The tests hold every
-    form to a simulation."""
+    and one hop; I is the gradient of the input, W of the weights; limit: micro-batches that zb-auto
+    may hold, 2p - 1. Sources: GPipe and 1F1B, Narayanan et al. 2021; zero bubble, Qi et al. 2024;
+    DualPipe, DeepSeek-V3 report. The tests hold every form to a simulation."""
     p, m, v = int(p), int(m), int(v)
     check_schedule(schedule, p, m, v)
     F, I, W, c = costs
@@ -1233,10 +1223,10 @@ def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0)):
         if late is None:
             return unknown("short hops and a multiple of p micro-batches are needed")
         return form(*[q * whole / v + late] * 2)
-    return _split_bubble(schedule, p, m, v, costs, form, unknown)
+    return _split_bubble(schedule, p, m, v, costs, limit or 2 * p - 1, form, unknown)
 
 
-def _split_bubble(schedule, p, m, v, costs, form, unknown):
+def _split_bubble(schedule, p, m, v, costs, limit, form, unknown):
     """The schedules that run the weight gradient apart from the input gradient."""
     F, I, W, c = costs
     q, equal = p - 1, F == I == W
@@ -1253,7 +1243,8 @@ def _split_bubble(schedule, p, m, v, costs, form, unknown):
         if schedule == "interleaved-zb" and not c:
             return form(*[q * (F + I - W) / v] * 2)
         if schedule == "zb-auto":
-            return form(None, q * (I + 2 * c), False, "a lower bound, at the memory of 1F1B")
+            least = max(0, q * (I + 2 * c) + (p - limit) * F)
+            return form(None, least, False, f"a lower bound, holding {limit} micro-batches")
         if schedule == "zb-v" and m >= 2 * p and equal:
             return form(q * F / 2 + max(0, 5 * p - 7) * c, max(0, 6 * p - 8) * c)
     return unknown("W no longer than F and I, more micro-batches or no communication are needed")
@@ -1505,7 +1496,7 @@ def plot_memory(ax, model, layout):
     stages = estimate(model, layout)
     columns = {name: [] for name in ("weights", "gradients", "optimizer", "activations", "buffers")}
     for stage in stages:
-        sums = grouped(stage, stage.moment)
+        sums = grouped(stage)
         for name, column in columns.items():
             column.append(sums[name] / GiB)
     tops = _bars(ax, [stage.rank for stage in stages], columns)
@@ -1544,271 +1535,233 @@ def plot_activations(ax, model, layout):
 
 
 def plot_traffic(ax, model, layout):
-    """Bytes that a rank of each pipeline rank sends in a step, by axis."""
+    """Bytes that a rank of the busiest stage sends in a step, by axis and phase."""
     validate(model, layout)
-    by_axis = [Counter() for _ in range(layout.pp)]
-    for rank, sums in enumerate(by_axis):
-        for transfer in traffic(model, layout, rank):
-            sums[transfer.axis] += transfer.sent / GiB
-    axes = [axis for axis in ("tp", "cp", "ep", "pp", "dp") if any(sums[axis] for sums in by_axis)]
-    _bars(ax, range(layout.pp), {axis: [sums[axis] for sums in by_axis] for axis in axes})
-    ax.set(xlabel="pipeline rank", ylabel="GiB sent per rank and step")
+    found, sums = traffic(model, layout, busiest(model, layout)), Counter()
+    for x in found:
+        sums[f"{x.axis} {x.phase}", Topology().leaves_node(layout, x.axis)] += x.sent / GiB
+    rows = list(reversed(sums.items()))
+    for far, colour, hatch in (False, _COLOURS[0], ""), (True, _COLOURS[1], "//"):
+        sizes = [size if leaves == far else 0 for (_, leaves), size in rows]
+        style = dict(color=colour, hatch=hatch, edgecolor="white")
+        ax.barh(range(len(rows)), sizes, label=["inside a node", "between nodes"][far], **style)
+    for y, (_, size) in enumerate(rows):
+        ax.text(size, y, f" {size:.3g}", va="center", fontsize=8)
+    ax.set_yticks(range(len(rows)), [name for (name, _), _ in rows])
+    ax.set(xscale="log", xlabel="GiB that leave one rank in a step (log scale)")
     ax.set(title=f"{model.name}: {layout.m} micro-batches of {layout.batch} x {layout.seq}")
 
 
-def grouped(stage, moment):
-    """{weights, gradients, optimizer, activations, buffers: bytes} of a StageMemory at a moment."""
-    sums = Counter()
-    for item in stage.moments[moment]:
-        optimizer = item.name in PARTS[3:] and "optimizer"
-        named = [x for x in ("activations", "gradients", "weights") if item.name.endswith(x)]
-        group = "activations" if item.name.startswith("activations") else (named + ["buffers"])[0]
-        work = item.name.split()[0] in ("gathered", "unreduced", "one")
-        sums[optimizer or ("buffers" if work else group)] += item.bytes
-    return sums
+# ── the command line: a command is rows and notes; a key that starts with _ is for --json only ──
 
 
-# ── the command line ─────────────────────────────────────────────────────────────────────────
+def shown(value):
+    """A cell of a table."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if 0.01 <= abs(value) < 1e7 or not value else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def table(header, rows):
-    """Text columns: the first to the left, the others to the right."""
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    line = lambda row: "  ".join(
-        cell.ljust(width) if i == 0 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths))
-    )
-    return "\n".join(line(row).rstrip() for row in cells)
-
-
-def gib(size):
-    return f"{size / GiB:,.2f}"
-
-
-def run_params(args):
-    """Parameters of a model, by kind and tensor."""
-    model = args.model
-    kinds, every, active = parameters_by_kind(model), count_parameters(model), count_active(model)
-    text = table([model.name, "parameters"], [[k, f"{n:,}"] for k, n in kinds.items()])
-    text += f"\nall: {every:,}   active per token: {active:,}"
-    if args.explain:
-        rows = [[w.name, "x".join(map(str, w.shape)), f"{w.numel:,}"] for w in weights(model)]
-        text += "\n" + table(["tensor", "shape", "parameters"], rows)
-    return text, {"model": model.name, "parameters": every, "active": active, "kinds": kinds}
-
-
-_PARTS_SHOWN = "weights gradients optimizer activations buffers".split()
-
-
-def run_estimate(args):
-    """Memory of a rank of every stage, whether it fits, and what to change."""
-    layouts = [args.layout] + [args.versus] * bool(args.versus)
-    texts, data = [], []
-    for layout in layouts:
-        stages, hbm = estimate(args.model, layout), args.hbm * GiB
-        rows, top = [], heaviest(stages)
-        for s in stages:
-            sums = grouped(s, s.moment)
-            rows.append([s.rank, len([x for x in s.layers if 0 <= x < args.model.layers])])
-            rows[-1] += [f"{s.params:,}", *(gib(sums[part]) for part in _PARTS_SHOWN)]
-            rows[-1] += [gib(s.peak), s.moment, s.verdict(hbm)]
-        header = ["rank", "layers", "parameters", *_PARTS_SHOWN, "peak GiB", "at", f"{args.hbm:g} GiB"]
-        low, high = (top.peak + more for more in top.overhead)
-        text = f"{args.model.name} on {layout.world} GPUs: {described(layout)}\n"
-        text += table(header, rows)
-        text += f"\nheaviest: rank {top.rank}, {gib(top.peak)} GiB exact at the {top.moment}; with "
-        text += f"CUDA, NCCL and fragmentation (an estimate) {gib(low)} to {gib(high)} GiB"
-        if args.explain:
-            text += "\n" + explained(args.model, layout, top)
-        if top.verdict(hbm) != "fits":
-            found = remedies(args.model, layout, hbm)[:6]
-            text += "\nwhat one change does, the strongest first:\n"
-            text += table(["", "peak GiB", ""], [[flag, gib(n), says] for flag, n, says in found])
-        texts.append(text)
-        data.append({"layout": asdict(layout), "stages": [as_json(s, hbm) for s in stages]})
-    if args.versus:
-        a, b = (heaviest(estimate(args.model, layout)) for layout in layouts)
-        sums = [grouped(s, s.moment) for s in (a, b)]
-        rows = [[part, *(gib(x[part]) for x in sums)] for part in _PARTS_SHOWN]
-        rows += [["peak GiB", gib(a.peak), gib(b.peak)], ["at the", a.moment, b.moment]]
-        rows += [["verdict", a.verdict(args.hbm * GiB), b.verdict(args.hbm * GiB)]]
-        texts.append(table(["heaviest rank", "first", "second"], rows))
-    return "\n\n".join(texts), data
+def table(rows):
+    """Dicts with the same keys as columns of text: words to the left, numbers to the right."""
+    keys = [key for key in rows[0] if not key.startswith("_")]
+    lines = [keys] + [[shown(row[key]) for key in keys] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    words = [isinstance(rows[0][key], str) for key in keys]
+    align = lambda cell, width, word: cell.ljust(width) if word else cell.rjust(width)
+    return "\n".join("  ".join(map(align, line, widths, words)).rstrip() for line in lines)
 
 
 def described(layout):
     """What differs from the default layout, as flags."""
-    changed = [f for f in fields(layout) if getattr(layout, f.name) != f.default]
-    show = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
-    flags = [f"--{f.name.replace('_', '-')} {show(getattr(layout, f.name))}" for f in changed]
-    return " ".join(flags).replace(" True", "") or "one rank"
+    changed = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    changed = {name: x for name, x in changed.items() if x != getattr(Layout(), name)}
+    say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
+    flags = [f"--{name.replace('_', '-')} {say(x)}" for name, x in changed.items()]
+    return f"{layout.world} GPUs: {' '.join(flags).replace(' True', '')}"
+
+
+def run_params(args):
+    """Parameters of a model, by kind; --explain lists every tensor."""
+    listed = [("tensor", w.name, w.numel, "x".join(map(str, w.shape))) for w in weights(args.model)]
+    rows = [{"kind": kind, "parameters": n} for kind, n in parameters_by_kind(args.model).items()]
+    if args.explain:
+        rows = [{"tensor": name, "shape": shape, "parameters": n} for _, name, n, shape in listed]
+    every, active = count_parameters(args.model), count_active(args.model)
+    rows += [dict.fromkeys(rows[0], "") | {[*rows[0]][0]: name, "parameters": n} for name, n in (
+        ("all", every), ("active per token", active))]  # fmt: skip
+    return rows, [args.model.name]
+
+
+def run_estimate(args):
+    """Memory of a rank of every stage, whether it fits, and what to change."""
+    rows, notes, hbm = [], [], args.hbm * GiB
+    layouts = [args.layout, args.versus] if args.versus else [args.layout]
+    for i, layout in enumerate(layouts):
+        stages = estimate(args.model, layout)
+        top = heaviest(stages)
+        for s in stages if len(layouts) == 1 else [top]:
+            row = {"layout": "first second".split()[i]} if args.versus else {}
+            blocks = sum(0 <= layer < args.model.layers for layer in s.layers)
+            row |= {"rank": s.rank, "layers": blocks, "parameters": s.params}
+            row |= {part: size / GiB for part, size in grouped(s).items()}
+            row |= {"peak GiB": s.peak / GiB, "at": s.moment, "verdict": s.verdict(hbm)}
+            moments = {name: [asdict(x) for x in items] for name, items in s.moments.items()}
+            rows.append(row | {"_bytes": s.peak, "_overhead": s.overhead, "_moments": moments})
+        low, high = ((top.peak + more) / GiB for more in top.overhead)
+        notes += [f"{args.model.name} on {described(layout)}"]
+        notes += [f"heaviest: rank {top.rank}, {top.peak / GiB:,.2f} GiB exact; with CUDA, NCCL and "
+                  f"fragmentation, an estimate, {low:,.1f} to {high:,.1f} of {args.hbm:g} GiB: "
+                  f"{top.verdict(hbm)}"]  # fmt: skip
+        notes += explained(args.model, layout, top) if args.explain else []
+        if top.verdict(hbm) != "fits":
+            notes.append("what one change does, the strongest first:")
+            found = remedies(args.model, layout, hbm)[:6]
+            notes += [f"  {flag:22}{peak / GiB:9,.2f} GiB  {says}" for flag, peak, says in found]
+    return rows, notes
 
 
 def explained(model, layout, stage):
-    """Every line of a rank's budget with its formula; then the tensors that one layer keeps."""
-    rows = [[i.name, f"{i.bytes:,}", i.formula.strip(" +")] for i in stage.moments[stage.moment]]
-    text = f"rank {stage.rank} at the {stage.moment}, bytes\n"
-    text += "\n".join(f"  {name:42}{size:>18}  = {formula}" for name, size, formula in rows)
-    names = symbols(model, layout)
+    """Every line of a rank's budget with its formula; then the tensors that a layer of it keeps."""
+    notes = [f"rank {stage.rank} at the {stage.moment}, bytes:"]
+    line = lambda name, size, formula: f"  {name:40}{size:>18,}  = {formula}"
+    for item in stage.moments[stage.moment]:
+        notes.append(line(item.name, item.bytes, item.formula.strip(" +")))
     for layer in {model.is_moe(x): x for x in stage.layers if 0 <= x < model.layers}.values():
-        text += f"\nlayer {layer} keeps for backward, per micro-batch"
+        notes.append(f"layer {layer} keeps for backward, per micro-batch:")
         for s in kept_activations(model, layout, layer):
-            put_in = substituted(s.formula, names)
-            text += f"\n  {s.name:42}{s.bytes:>18,}  = {s.formula} = {put_in}"
-    return text
-
-
-def as_json(stage, hbm):
-    """A StageMemory as plain data."""
-    moments = {name: [asdict(item) for item in items] for name, items in stage.moments.items()}
-    shown = {"rank": stage.rank, "layers": stage.layers, "parameters": stage.params}
-    shown |= {"peak": stage.peak, "moment": stage.moment, "overhead": stage.overhead}
-    return shown | {"verdict": stage.verdict(hbm), "moments": moments}
+            put_in = substituted(s.formula, symbols(model, layout))
+            notes.append(line(s.name, s.bytes, f"{s.formula} = {put_in}"))
+    return notes
 
 
 def run_traffic(args):
-    """Bytes and seconds by axis and collective, of the rank that sends most."""
-    lo, net = args.layout, Topology(args.node, args.inner * 1e9, args.outer * 1e9)
-    validate(args.model, lo)
-    rank = max(range(lo.pp), key=lambda r: sent(traffic(args.model, lo, r)))
-    found = sorted(traffic(args.model, lo, rank), key=lambda x: (x.axis, -x.sent))
-    rows, data = [], []
-    for x in found:
-        where = "between nodes" if net.leaves_node(lo, x.axis) else "inside a node"
-        hides = "beside compute" if x.hideable else "exposed"
-        row = [f"{x.count:g}", f"{x.size / 2**20:,.1f}", f"{x.sent / GiB:,.3f}"]
-        seconds = net.seconds(lo, x)
-        rows.append([f"{x.axis} {x.phase} {x.collective}", x.ranks, *row, f"{1e3 * seconds:,.1f}", where, hides])
-        data.append(asdict(x) | {"sent": x.sent, "seconds": seconds, "where": where})
-    header = ["", "ranks", "calls", "MiB each", "GiB sent", "ms", "links", "can run"]
-    text = f"{args.model.name}: {described(lo)}\nrank of stage {rank}, one step\n" + table(header, rows)
-    text += f"\nall: {sent(found) / GiB:,.3f} GiB leave the rank. Sent counts a ring: 2(n-1)/n of an "
-    text += "all-reduce, (n-1)/n of the rest.\nTimes assume one direction at "
-    text += f"{args.inner:g} GB/s inside a node of {args.node} and {args.outer:g} GB/s per GPU between"
-    return text + " nodes, 10 us a ring step, and nothing else on the wire.", data
+    """Bytes and seconds by axis and collective, of a rank of the stage that sends most."""
+    validate(args.model, args.layout)
+    net, rank = Topology(args.node, args.inner * 1e9, args.outer * 1e9), busiest(args.model, args.layout)
+    rows = []
+    for x in sorted(traffic(args.model, args.layout, rank), key=lambda x: (x.axis, -x.sent)):
+        row = {"axis": x.axis, "phase": x.phase, "collective": x.collective, "ranks": x.ranks}
+        row |= {"calls": float(x.count), "MiB each": x.size / 2**20, "GiB sent": x.sent / GiB}
+        row |= {"ms": 1e3 * net.seconds(args.layout, x)}
+        row["links"] = "between nodes" if net.leaves_node(args.layout, x.axis) else "in a node"
+        rows.append(row | {"can run": "beside compute" if x.hideable else "exposed", "_bytes": x.sent})
+    notes = [f"{args.model.name} on {described(args.layout)}; a rank of stage {rank}, one step"]
+    notes += [f"{sum(row['GiB sent'] for row in rows):,.3f} GiB leave the rank, as rings: 2(n-1)/n of an all-reduce, (n-1)/n of the rest"]
+    notes += [f"times assume {args.inner:g} GB/s in a node of {args.node}, {args.outer:g} GB/s per GPU between nodes, one direction, 10 us a ring step"]
+    return rows or [{"axis": "none"}], notes
 
 
 def run_bubble(args):
     """Bubble of a schedule by closed form, and what its ranks hold."""
     b = bubble(args.schedule, args.p, args.m, args.v, args.costs)
-    held = [float(in_flight(args.schedule, args.p, args.m, args.v, r)) for r in range(args.p)]
-    show = lambda x, percent="": "unknown" if x is None else f"{x:.4g}{percent}"
-    percent = lambda x: show(None if x is None else 100 * x, " %")
-    rows = [["first start to last end", *map(show, (b.makespan, b.idle))]]
-    rows += [["longest span of a rank", *map(show, (b.span, b.span_idle))]]
-    rows[0] += [percent(b.ratio), percent(b.fraction)]
-    rows[1] += [percent(b.span_ratio), percent(b.span_fraction)]
-    text = f"{args.schedule}, p = {args.p}, m = {args.m}, v = {args.v}, (F, I, W, comm) = {args.costs}"
-    text += f"; ideal {b.ideal:g}{'' if b.exact else ': ' + b.note}\n"
-    text += table(["", "time", "idle", "of ideal", "of all"], rows)
-    text += f"\nmicro-batches in flight, by rank: {', '.join(f'{x:g}' for x in held)}"
-    data = asdict(b) | {"ratio": b.ratio, "fraction": b.fraction, "span_ratio": b.span_ratio}
-    return text, data | {"span_fraction": b.span_fraction, "in_flight": held}
+    percent = lambda x: None if x is None else 100 * x
+    rows = [
+        {"of": "first start to last end", "time": b.makespan, "idle": b.idle}
+        | {"% of ideal": percent(b.ratio), "% of all": percent(b.fraction)},
+        {"of": "longest span of a rank", "time": b.span, "idle": b.span_idle}
+        | {"% of ideal": percent(b.span_ratio), "% of all": percent(b.span_fraction)},
+    ]
+    held = [f"{float(in_flight(args.schedule, args.p, args.m, args.v, r)):g}" for r in range(args.p)]
+    notes = [f"{args.schedule}, p = {args.p}, m = {args.m}, v = {args.v}; F, I, W, comm = {args.costs}"]
+    notes += [f"ideal time {b.ideal:g}" + f"; {b.note}" * bool(b.note)]
+    return rows, notes + [f"micro-batches in flight, by rank: {' '.join(held)}"]
 
 
 def run_compute(args):
-    """FLOPs by convention; then hours, days and money at an MFU, or the MFU of a measured time."""
+    """FLOPs by convention; hours, days and money at an MFU, or the MFU of measured hours."""
     model, peak = args.model, peak_flops(args.gpu, args.precision, args.sparse)
-    per_token = {name: flops_per_token(model, args.seq, name) for name in CONVENTIONS}
-    rows = [[n, f"{x:.4g}", f"{x * args.tokens:.4g}", CONVENTIONS[n]] for n, x in per_token.items()]
-    flops, data = per_token[args.convention] * args.tokens, {"flops_per_token": per_token}
-    text = table(["convention", "FLOPs/token", "FLOPs", "  counts"], rows)
-    if args.hours:
-        share = mfu(flops, 3600 * args.hours, args.gpus, peak)
-    else:
-        share = args.mfu
-        mfu(flops, flops / (args.gpus * peak * share), args.gpus, peak)
-    hours, days = gpu_hours(flops, peak * share), training_days(flops, args.gpus, peak * share)
-    batch = args.batch_tokens
-    kind = "2:4 sparse" if args.sparse else "dense"
-    text += f"\n{args.gpus} x {args.gpu}, {kind} {args.precision} peak {peak / 1e12:g} TFLOP/s, "
-    text += f"MFU {share:.2%} ({args.convention}); HFU with full recompute {hfu(share, 'full'):.2%}"
-    text += f"\n{hours:,.0f} GPU-hours, {days:,.1f} days, {hours * args.price:,.0f} at {args.price:g}"
-    text += f" an hour; {args.tokens / count_active(model):.3g} tokens per active parameter (about 20"
-    text += f" is compute-optimal)\n{args.tokens / batch:,.0f} steps of {batch:,.0f} tokens; a batch"
-    text += f" of twice that takes {lr_scale(2):.3g} x the learning rate (square root)"
-    data |= {"peak": peak, "mfu": share, "gpu_hours": hours, "days": days}
-    return text, data | {"cost": hours * args.price, "flops": flops}
+    rows = []
+    for name, counts in CONVENTIONS.items():
+        each = float(flops_per_token(model, args.seq, name))
+        rows.append({"convention": name, "FLOPs/token": each, "FLOPs": each * args.tokens, "counts": counts})
+    flops = flops_per_token(model, args.seq, args.convention) * args.tokens
+    seconds = 3600 * args.hours if args.hours else flops / (args.gpus * peak * args.mfu)
+    share = mfu(flops, seconds, args.gpus, peak)
+    hours, kind = args.gpus * seconds / 3600, "2:4 sparse" if args.sparse else "dense"
+    notes = [
+        f"{model.name} on {args.gpus} {args.gpu}, {kind} {args.precision} peak {peak / 1e12:g} TFLOP/s",
+        f"MFU {share:.2%} by {args.convention}; with full recompute HFU {hfu(share, 'full'):.2%}",
+        f"{hours:,.0f} GPU-hours, {seconds / 86400:,.1f} days, {hours * args.price:,.0f} at {args.price:g} an hour",
+        f"{args.tokens / count_active(model):.3g} tokens per active parameter; about 20 is compute-optimal",
+        f"{args.tokens / args.batch:,.0f} steps of {args.batch:,.0f} tokens; twice the batch takes "
+        f"{lr_scale(2):.3g} x the learning rate (square root)",
+    ]
+    return rows, notes
 
 
 def run_guide(args):
     """The guide's worked examples: its number, the recomputed one, whether it holds, and why."""
     claims = guide_claims(args.section)
-    holds = sum(claim["verdict"] == "holds" for claim in claims)
-    shown = [c for c in claims if not (args.wrong and c["verdict"] == "holds")]
-    parts, section = [], None
-    for c in shown:
-        if c["section"] != section:
-            parts.append(f"\n{c['section']}")
-            section = c["section"]
-        parts.append(f"  line {c['lines'][0]}: {c['claim']}")
-        found = f"guide {quantity(c['guide'], c['unit'])}; recomputed"
-        parts.append(f"    {found} {quantity(c['recomputed'], c['unit'])}; {c['verdict']}")
-        put_in = substituted(c["formula"], c["inputs"])
-        parts.append(f"    {c['formula']}" + f" = {put_in}" * (put_in != c["formula"]))
+    rows = [claim for claim in claims if not (args.wrong and claim["verdict"] == "holds")]
+    notes, section = [], None
+    for c in rows:
+        notes += [f"\n{c['section']}"] * (c["section"] != section)
+        section, put_in = c["section"], substituted(c["formula"], c["inputs"])
+        guide, here = (quantity(c[key], c["unit"]) for key in ("guide", "recomputed"))
+        notes += [f"  line {c['lines'][0]}: {c['claim']}"]
+        notes += [f"    guide {guide}; recomputed {here}; {c['verdict']}"]
+        notes += [f"    {c['formula']}" + f" = {put_in}" * (put_in != c["formula"])]
         if c["verdict"] != "holds":
-            parts += textwrap.wrap(c["why"], 100, initial_indent="    ", subsequent_indent="    ")
-    parts.append(f"\n{len(claims)} claims, {holds} hold, {len(claims) - holds} do not")
-    return "\n".join(parts).strip(), shown
+            notes += textwrap.wrap(c["why"], 96, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    holds = sum(claim["verdict"] == "holds" for claim in claims)
+    return rows, [*notes, f"\n{len(claims)} claims: {holds} hold, {len(claims) - holds} do not"]
 
 
 def run_failures(args):
     """Hours between failures and the checkpoint interval that loses least, by number of GPUs."""
-    rows, data = [], []
+    rows = []
     for gpus in args.gpus:
         hours = hours_between_failures(gpus, args.mtbf)
         young, daly = (f(args.save, 3600 * hours) for f in (young_interval, daly_interval))
-        lost = lost_share(young, args.save, 3600 * hours, args.restart)
-        shown = [f"{gpus:,}", f"{hours:,.2f}", f"{24 / hours:.3g}", f"{young / 60:,.1f}"]
-        rows.append([*shown, f"{daly / 60:,.1f}", f"{lost:.2%}"])
-        keys = "gpus hours_between_failures young_seconds daly_seconds lost_share".split()
-        data.append(dict(zip(keys, (gpus, hours, young, daly, lost))))
-    header = ["GPUs", "hours between", "a day", "Young, min", "Daly, min", "time lost"]
-    text = table(header, rows)
-    text += f"\none GPU fails every {args.mtbf:,.0f} hours (Llama 3: 419 interruptions in 54 days on "
-    text += f"16,384); a checkpoint stops the job for {args.save:g} s, a restart takes "
-    text += f"{args.restart:g} s.\nThe guide: a failure every hour at 10,000 GPUs, and 1 to 3 a day; "
+        row = {"GPUs": gpus, "hours between": hours, "a day": 24 / hours, "Young, min": young / 60}
+        lost = 100 * lost_share(daly, args.save, 3600 * hours, args.restart)
+        rows.append(row | {"Daly, min": daly / 60, "% of time lost": lost})
     ten = hours_between_failures(10_000, args.mtbf)
-    return text + f"here every {ten:.1f} hours, {24 / ten:.1f} a day.", data
+    return rows, [
+        f"one GPU fails every {args.mtbf:,.0f} hours (Llama 3: 419 in 54 days on 16,384)",
+        f"a checkpoint stops the job for {args.save:g} s, a restart for {args.restart:g} s",
+        f"the guide: at 10,000 GPUs one an hour, and elsewhere 1 to 3 a day; here one in {ten:.1f} hours",
+    ]
 
 
 def run_offload(args):
     """Bytes and seconds per step of states that live in CPU memory or on NVMe."""
-    n, ranks = count_parameters(args.model) // (args.layout.tp * args.layout.pp), args.layout.dp
-    rows, data = [], {}
-    for tier, bandwidth in ("cpu", args.pcie), ("nvme", args.nvme):
-        for way, size in offload_bytes(n, ranks, args.layout.recipe, tier).items():
-            drive = tier == "nvme" and way.startswith("optimizer")
-            seconds = size / 1e9 / (bandwidth if drive else args.pcie)
-            rows.append([f"{tier}: {way}", gib(size), f"{seconds:.3f}"])
-            data.setdefault(tier, {})[way] = {"bytes": size, "seconds": seconds}
-    text = f"{args.model.name}, {n:,} parameters per model-parallel rank, cut over {ranks}\n"
-    text += table(["", "GiB", "seconds"], rows)
-    text += f"\nassumes {args.pcie:g} GB/s to the CPU per GPU and {args.nvme:g} GB/s to NVMe per GPU,"
-    return text + " one direction at a time, no overlap", data
+    validate(args.model, args.layout)
+    stage = heaviest(estimate(args.model, args.layout))
+    rows, ranks = [], args.layout.zero_ranks
+    for tier in "cpu", "nvme":
+        for what, size in offload_bytes(stage.params, ranks, args.layout.recipe, tier).items():
+            bandwidth = args.nvme if what.startswith("optimizer") else args.pcie
+            row = {"tier": tier, "what": what, "GiB": size / GiB, "seconds": size / 1e9 / bandwidth}
+            rows.append(row | {"_bytes": size})
+    return rows, [
+        f"{args.model.name} on {described(args.layout)}; {stage.params:,} parameters over {ranks} ranks",
+        f"assumes {args.pcie:g} GB/s per GPU to the CPU, {args.nvme:g} to NVMe, nothing overlapped",
+    ]
 
 
 def run_worksheet(args):
     """The guide's memory budget worksheet, filled in for the heaviest rank."""
     lo, top = args.layout, heaviest(estimate(args.model, args.layout))
-    sums, (low, high) = grouped(top, top.moment), top.overhead
-    shard = f"/ {lo.zero_ranks} ranks of dp x cp" if lo.zero else "whole on each dp rank"
-    notes = {
-        "weights": f"/ tp {lo.tp} / pp {lo.pp}" + f" {shard}" * (lo.zero == 3),
-        "gradients": f"/ tp {lo.tp} / pp {lo.pp}" + f" {shard}" * (lo.zero >= 2),
-        "optimizer": f"/ tp {lo.tp} / pp {lo.pp} {shard}: the guide leaves out tp",
-        "activations": f"{in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)} micro-batches in flight",
-        "buffers": "logits, recomputed layer, ZeRO gathers: the guide leaves them out",
+    cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "whole on each dp rank"
+    flight = in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)
+    remarks = {
+        "weights": f"/ tp {lo.tp} / pp {lo.pp}, {cut(3)}",
+        "gradients": f"/ tp {lo.tp} / pp {lo.pp}, {cut(2)}",
+        "optimizer": f"/ tp {lo.tp} / pp {lo.pp}, {cut(1)} (the guide forgets tp)",
+        "activations": f"x {float(flight):g} micro-batches in flight",
+        "buffers": "logits, recomputed layer, ZeRO gathers (the guide has no line for them)",
     }
-    rows = [[f"{part:12}{gib(sums[part]):>9} GiB  {note}"] for part, note in notes.items()]
-    rows += [[f"{'exact':12}{gib(top.peak):>9} GiB  rank {top.rank}, at the {top.moment}"]]
-    rows += [[f"{'overhead':12}{gib(low):>9} to {gib(high)} GiB: an estimate. The guide: 5 GB here, 11"]]
-    rows[-1][0] += " GB in its worked example"
-    rows += [[f"{'total':12}{gib(top.peak + low):>9} to {gib(top.peak + high)} GiB of {args.hbm:g}"]]
-    text = f"{args.model.name} on {lo.world} GPUs: {described(lo)}\n"
-    text += "\n".join(row[0] for row in rows) + f": {top.verdict(args.hbm * GiB)}"
-    return text, dict(sums) | {"exact": top.peak, "overhead": [low, high]}
+    rows = [{"line": x, "GiB": size / GiB, "": remarks[x]} for x, size in grouped(top).items()]
+    rows.append({"line": "exact", "GiB": top.peak / GiB, "": f"rank {top.rank}, at the {top.moment}"})
+    for word, more in zip(("least", "most"), top.overhead):
+        remark = f"with {word} overhead, an estimate: {more / GiB:.1f} (the guide: 5 GB here, 11 later)"
+        rows.append({"line": "total", "GiB": (top.peak + more) / GiB, "": remark})
+    verdict = top.verdict(args.hbm * GiB)
+    return rows, [f"{args.model.name} on {described(lo)}", f"{verdict}, of {args.hbm:g} GiB"]
 
 
 PLOTS = {
@@ -1837,104 +1790,115 @@ def run_plot(args):
         raise ValueError(f"--out {args.out}: {error}") from error
     finally:
         plt.close(figure)
-    return f"{args.what}: {args.out}", {"what": args.what, "out": args.out}
+    return [{"picture": args.what, "file": args.out}], []
 
 
 def add_layout_flags(parser, default=Layout()):
     """A flag for every field of Layout."""
+    numbers = lambda text: tuple(int(word) for word in text.split(","))
     for f in fields(Layout):
-        flag, value = "--" + f.name.replace("_", "-"), getattr(default, f.name)
-        text = f"{f.metadata['help']} (default: {value if value != () else 'even'})"
-        if f.type is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=text)
-        else:
-            kind = stage_sizes if f.type is tuple else f.type
-            given = dict(type=kind, choices=f.metadata["choices"], default=value, help=text)
-            parser.add_argument(flag, **given)
-
-
-def stage_sizes(text):
-    """Layers per stage: 7,8,8,7."""
-    return tuple(int(word) for word in text.split(","))
-
-
-def four_costs(text):
-    """F,I,W,comm."""
-    costs = tuple(float(word) for word in text.split(","))
-    if len(costs) != 4 or min(costs) < 0 or not any(costs[:3]):
-        raise argparse.ArgumentTypeError("four numbers F,I,W,comm are needed, as 1,1,1,0")
-    return costs
+        value, about = getattr(default, f.name), f.metadata
+        how = dict(type=numbers if f.type is tuple else f.type, choices=about["choices"])
+        how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else how
+        text = f"{about['help']} (default: {value if value != () else 'even'})"
+        parser.add_argument("--" + f.name.replace("_", "-"), default=value, help=text, **how)
 
 
 def positive(text):
     """A number above zero: 1.4e12."""
     if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise ValueError(text)
     return float(text)
+
+
+def whole(text):
+    """A whole number above zero."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def four_costs(text):
+    """F,I,W,comm: the first three above zero."""
+    costs = tuple(float(word) for word in text.split(","))
+    if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
+        raise ValueError(text)
+    return costs
+
+
+# command: (what it runs, the inputs it takes); option: (how argparse reads it, default, help)
+_OPTIONS = {
+    "params": (run_params, "model explain", {}),
+    "estimate": (run_estimate, "model layout explain hbm", {
+        "--versus": (str, "", 'a second layout, as what differs from the first: "--tp 4 --sp"'),
+    }),
+    "traffic": (run_traffic, "model layout", {
+        "--node": (whole, 8, "GPUs in a node"),
+        "--inner": (positive, 450, "GB/s per GPU in a node, one direction"),
+        "--outer": (positive, 50, "GB/s per GPU between nodes, one direction"),
+    }),
+    "bubble": (run_bubble, "", {
+        "--schedule": (str, "1f1b", ", ".join(SCHEDULES)),
+        "--p": (whole, 8, "pipeline ranks"),
+        "--m": (whole, 32, "micro-batches"),
+        "--v": (whole, 1, "chunks per rank"),
+        "--costs": (four_costs, (1, 1, 1, 0), "F,I,W,comm"),
+    }),
+    "compute": (run_compute, "model", {
+        "--tokens": (positive, 1.4e12, "to train on"),
+        "--gpus": (whole, 64, "how many"),
+        "--gpu": (str, "h100", ", ".join(PEAKS)),
+        "--precision": (str, "bf16", "bf16, fp8, tf32, fp16"),
+        "--mfu": (positive, 0.4, "assumed, unless --hours is given"),
+        "--hours": (positive, None, "measured wall-clock hours: the MFU is computed"),
+        "--convention": (str, "6N", "how FLOPs are counted: " + ", ".join(CONVENTIONS)),
+        "--seq": (whole, 8192, "tokens in a sequence, for attention"),
+        "--batch": (positive, 4e6, "tokens in a step"),
+        "--price": (positive, 3, "per GPU-hour"),
+    }),
+    "guide": (run_guide, "", {"section": (str, None, "part of a section's title")}),
+    "failures": (run_failures, "", {
+        "--mtbf": (positive, HOURS_PER_FAILURE, "hours between failures of one GPU"),
+        "--save": (positive, 60, "seconds that a checkpoint stops the job"),
+        "--restart": (positive, 600, "seconds from a failure to the next step"),
+    }),
+    "offload": (run_offload, "model layout", {
+        "--pcie": (positive, 50, "GB/s per GPU to CPU memory"),
+        "--nvme": (positive, 6, "GB/s per GPU to NVMe"),
+    }),
+    "worksheet": (run_worksheet, "model layout hbm", {}),
+    "plot": (run_plot, "model layout", {"--out": (str, None, "a PNG, SVG or PDF file")}),
+}  # fmt: skip
 
 
 def build_parser():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name, run, model=False, layout=False):
+    for name, (run, inputs, options) in _OPTIONS.items():
         sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print data instead of text")
-        if model:
+        if "model" in inputs:
             which = sub.add_mutually_exclusive_group()
             which.add_argument("--model", default="llama-3-8b", help="a released model, by name")
             which.add_argument("--config", help="a Hugging Face config.json")
-        if layout:
+        if "layout" in inputs:
             add_layout_flags(sub)
-        return sub.add_argument
-
-    add = command("params", run_params, model=True)
-    add("--explain", action="store_true", help="list every tensor")
-    add = command("estimate", run_estimate, model=True, layout=True)
-    add("--hbm", type=positive, default=80, help="GiB of one GPU (an 80 GB H100 shows 79.6)")
-    add("--explain", action="store_true", help="print each formula with its numbers put in")
-    add("--versus", help='a second layout, as what differs from the first: "--tp 4 --pp 2"')
-    add = command("traffic", run_traffic, model=True, layout=True)
-    add("--node", type=int, default=8, help="GPUs in a node")
-    add("--inner", type=positive, default=450, help="GB/s per GPU inside a node, one direction")
-    add("--outer", type=positive, default=50, help="GB/s per GPU between nodes, one direction")
-    add = command("bubble", run_bubble)
-    add("--schedule", choices=SCHEDULES, default="1f1b")
-    add("--p", type=int, default=8, help="pipeline ranks")
-    add("--m", type=int, default=32, help="micro-batches")
-    add("--v", type=int, default=1, help="chunks per rank")
-    add("--costs", type=four_costs, default=(1, 1, 1, 0), help="F,I,W,comm")
-    add = command("compute", run_compute, model=True)
-    add("--tokens", type=positive, required=True)
-    add("--gpus", type=int, required=True)
-    add("--gpu", default="h100", help=", ".join(PEAKS))
-    add("--precision", default="bf16", help="bf16, fp8, tf32, fp16")
-    add("--sparse", action="store_true", help="count the 2:4 sparse peak: twice the dense one")
-    add("--mfu", type=positive, default=0.4, help="assumed, where --hours is not given")
-    add("--hours", type=positive, help="measured wall-clock hours: the MFU is computed")
-    add("--convention", choices=CONVENTIONS, default="6N", help="how FLOPs are counted")
-    add("--seq", type=int, default=8192, help="tokens in a sequence, for attention")
-    add("--batch-tokens", type=positive, default=4e6, help="tokens of a step")
-    add("--price", type=positive, default=3, help="per GPU-hour")
-    add = command("guide", run_guide)
-    add("section", nargs="?", help="part of a section's title")
-    add("--wrong", action="store_true", help="only what does not hold")
-    add = command("failures", run_failures)
+        if "hbm" in inputs:
+            sub.add_argument("--hbm", type=positive, default=80, help="GiB of a GPU (H100: 79.6)")
+        if "explain" in inputs:
+            sub.add_argument("--explain", action="store_true", help="show where the numbers are from")
+        for flag, (kind, default, text) in options.items():
+            more = {} if flag.startswith("-") else {"nargs": "?"}
+            more |= {"required": True} if flag == "--out" else {}
+            sub.add_argument(flag, type=kind, default=default, help=f"{text} ({default})", **more)
+    flags = {name: sub.add_argument for name, sub in commands.choices.items()}
+    flags["guide"]("--wrong", action="store_true", help="only what does not hold")
+    flags["compute"]("--sparse", action="store_true", help="the 2:4 sparse peak, twice the dense one")
     scale = [64, 512, 1024, 4096, 10000, 16384, 100000]
-    add("--gpus", type=int, nargs="+", default=scale)
-    add("--mtbf", type=positive, default=HOURS_PER_FAILURE, help="hours between failures of one GPU")
-    add("--save", type=positive, default=60, help="seconds that a checkpoint stops the job")
-    add("--restart", type=float, default=600, help="seconds from a failure to the next step")
-    add = command("offload", run_offload, model=True, layout=True)
-    add("--pcie", type=positive, default=50, help="GB/s per GPU to CPU memory")
-    add("--nvme", type=positive, default=6, help="GB/s per GPU to NVMe")
-    add = command("worksheet", run_worksheet, model=True, layout=True)
-    add("--hbm", type=positive, default=80, help="GiB of one GPU")
-    add = command("plot", run_plot, model=True, layout=True)
-    add("what", choices=PLOTS)
-    add("--out", required=True, help="a PNG, SVG or PDF file")
+    flags["failures"]("--gpus", type=whole, nargs="+", default=scale)
+    flags["plot"]("what", choices=PLOTS)
     return parser
 
 
@@ -1946,26 +1910,30 @@ def read_config(path):
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: not a JSON object")
-    return model_from_config(config, Path(path).parent.name or "model")
+    return model_from_config(config, Path(path).resolve().parent.name)
 
 
 def main(argv=None):
     """Run one command; wrong input is answered by a sentence and exit status 2."""
     args = build_parser().parse_args(argv)
     try:
-        if hasattr(args, "model"):
+        if "model" in args:
             args.model = read_config(args.config) if args.config else preset(args.model)
-        if hasattr(args, "tp"):
+        if "tp" in args:
             args.layout = Layout(**{f.name: getattr(args, f.name) for f in fields(Layout)})
-        if getattr(args, "versus", None) is not None:
+        if getattr(args, "versus", ""):
             parser = argparse.ArgumentParser(prog="--versus", add_help=False)
             add_layout_flags(parser, args.layout)
             args.versus = Layout(**vars(parser.parse_args(args.versus.split())))
-        text, data = args.run(args)
+        rows, notes = args.run(args)
     except ValueError as refused:
         print(refused, file=sys.stderr)
         return 2
-    print(json.dumps(data, indent=1) if args.json else text)
+    if args.json:
+        rows = [{key.lstrip("_"): value for key, value in row.items()} for row in rows]
+        print(json.dumps({"rows": rows, "notes": notes}, indent=1))
+    else:
+        print("\n".join(([] if args.command == "guide" else [table(rows)]) + notes))
     return 0
 
 
