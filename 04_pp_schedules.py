@@ -1,30 +1,32 @@
 """04 · Pipeline schedules: a schedule is a list
 
-The layers are cut into stages, the batch into micro-batches; a rank runs its stage on one after
-another. In which order? That is a list per rank, nothing more. The same list is simulated, drawn,
-and executed on real ranks, and what was measured is compared with what was predicted.
+The layers are cut into stages and the batch into micro-batches; every rank runs its stages on one
+micro-batch after another. In which order? That is a list per rank, and all there is to a schedule.
+Here one list is simulated, drawn, and run on real ranks, and prediction meets measurement.
 
-    rank 0  F0 F1 F2 F3 .. .. .. B0 F4 ...      F forward      I input gradient: upstream waits
-    rank 1     F0 F1 F2 .. .. B0 F3 B1 ...      B = I and W    W weight gradient: nobody waits
+    rank 0  F0 F1 F2 F3 .. .. .. B0 F4 B1     F  forward            B  both: I and W
+    rank 1     F0 F1 F2 .. .. B0 F3 B1 F4     I  gradient of the input: the stage before waits
+    rank 2        F0 F1 .. B0 F2 B1 F3 B2     W  gradient of the weights: nobody waits
 
-    moves   B·S·D per boundary, micro-batch and direction; boundaries: p-1, or vp-1 with v chunks
-            per rank (not 10-20% more: (vp-1)/(p-1) times), or 2(p-1) for a V
-    held    activations of up to m micro-batches (GPipe) or p - s of them on rank s (1F1B)
-    bubble  idle time. (p-1)(F+B) for GPipe and for 1F1B *alike*: 1F1B saves memory, not time.
-            (p-1)/m of the ideal time, which is (p-1)/(m+p-1) of the step (the guide's
-            (P-1)/(P+M) is neither); ZB-H1 leaves a third of it at F = I = W, ZB-H2 none
+    bubble   (p-1)(F+B), with 1F1B as with GPipe: (p-1)/m of the ideal time, (p-1)/(m+p-1) of the
+             step. v chunks a rank divide it by v, ZB-H1 leaves a third (F = I = W), ZB-H2 nothing
+    held     activations of m micro-batches (GPipe) or p - s (1F1B on rank s): what 1F1B is for
+    sent     B·S·D per micro-batch, each way, at p-1, vp-1 or (V shapes) 2(p-1) boundaries
 
-    python 04_pp_schedules.py                              prove every schedule, train with 1f1b
-    python 04_pp_schedules.py --schedule zb-h1 --plot out  predicted above measured, as pictures
-    python 04_pp_schedules.py --simulate --ranks 64 --microbatches 512 --costs 1,1,1,0.1
+    python 04_pp_schedules.py                                   prove all, train with 1f1b
+    python 04_pp_schedules.py --schedule zb-h1 --plot out       predicted above measured, drawn
+    python 04_pp_schedules.py --simulate --ranks 64 --microbatches 512 --schedule zb-v
+    torchrun --nproc-per-node 4 04_pp_schedules.py
 
-Guide  Pipeline Parallelism · Pipeline schedules · PP's activation surcharge · pipeline overlap.
-Its table of schedules has the memory column upside down: GPipe's is the highest.
-Questions  Q4.1 ** the list   Q4.2 * warm-up   Q4.3 * who waits for what   Q4.4 ** deferring W
-           Q4.5 ** the loss of a micro-batch   Q4.6 *** posting messages that cannot deadlock
+Guide: Pipeline Parallelism · Pipeline schedules · PP's activation surcharge · pipeline overlap. Not
+so there: (P-1)/(P+M) is neither share; 1F1B's bubble is not smaller than GPipe's; GPipe's memory is
+the highest, not low; interleaving multiplies messages by (vp-1)/(p-1), not by 1.1 or 1.2.
+
+Questions  Q4.1 ** which order?   Q4.2 * how many first?   Q4.3 * who waits for what?
+           Q4.4 ** what can wait?   Q4.5 ** what is a part's loss?   Q4.6 *** who posts what, when?
 """
-# B sequences of a micro-batch · S positions · D width · V vocabulary · L layers
-# p ranks, s one of them · m micro-batches, i one of them · v chunks (stages) per rank
+# p ranks, s one of them · m micro-batches, i one of them · v stages (chunks) per rank
+# B sequences of a micro-batch · S bytes of each · D width · V vocabulary (256)
 
 import argparse
 import inspect
@@ -50,11 +52,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as nnf
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["Op", "SCHEDULES", "placement", "simulate", "marginal", "execute", "gantt"]
+
 
 # ── the ladder: twelve schedules, each a list of cells per rank ──────────────────────────────
 
@@ -64,11 +67,11 @@ Op = namedtuple("Op", "kind stage microbatch direction", defaults=(0,))
 def walk(forwards, backwards, warmup, lag=None):
     """One rank's list: `warmup` forwards, then one forward and one backward in turn, then the rest.
 
-    Args: (stage, micro-batch) pairs in the order in which this rank takes them. With a lag the
-    backwards are split, and each W comes `lag` backwards after its I.
+    forwards, backwards: (stage, micro-batch) pairs in the order in which this rank takes them.
+    With a lag, backwards are split, and each W comes `lag` backwards after its I.
     """
     # Q4.1 ** Write the list. Eight schedules are this loop with another warm-up, order and lag.
-    #         hint: as many backwards as forwards; the forwards run out `warmup` pairs early
+    #         hint: there are as many backwards as forwards, which run out `warmup` pairs early
     cells = [Op("F", *at) for at in forwards[:warmup]]
     for n, at in enumerate(backwards):
         cells += [Op("F", *ahead) for ahead in forwards[warmup + n : warmup + n + 1]]
@@ -82,9 +85,8 @@ def walk(forwards, backwards, warmup, lag=None):
 
 
 def looped(p, m, warmup, v=1, g=None, lag=lambda s: None):
-    """Every rank's list. Chunk c of rank s is stage c·p + s; micro-batches pass through all chunks
-    of a rank in groups of g, backwards through the chunks in reverse. warmup, lag: functions of s.
-    """
+    """Every rank's list. Chunk c of rank s is stage c·p + s. Micro-batches pass through all chunks
+    of a rank in groups of g, backwards from the last chunk on. warmup, lag: functions of s."""
     groups = [range(m)[k : k + (g or m)] for k in range(0, m, g or m)]
 
     def order(s, chunks):
@@ -100,16 +102,16 @@ def gpipe(p, m):
 
 
 def one_f_one_b(p, m):
-    """Each backward as soon as it can run: p - s micro-batches held on rank s instead of GPipe's m,
-    and the same bubble (PipeDream-Flush, Narayanan et al., arXiv:2006.09503)."""
-    # Q4.2 * How many forwards does rank s run before its first pair of F and B? One too few costs
-    #        21 units of 33 at p = 4, m = 8.   hint: how many stages are between s and the loss?
+    """GPipe's bubble, but each backward as soon as it can run, so that rank s holds p - s
+    micro-batches, not m (PipeDream-Flush, Narayanan et al., arXiv:2006.09503)."""
+    # Q4.2 * How many forwards does rank s run before its first pair of F and B? One too few makes
+    #        54 of 33 units at p = 4, m = 8.   hint: how many stages lie between s and the loss?
     return looped(p, m, warmup=lambda s: p - 1 - s)
     # /Q4.2
 
 
 def eager_1f1b(p, m):
-    """1F1B that runs a round trip ahead: slow links are hidden, for up to twice the memory."""
+    """1F1B that runs a round trip ahead, so that it hides slow links; up to twice its memory."""
     return looped(p, m, warmup=lambda s: 2 * (p - 1 - s))
 
 
@@ -125,24 +127,24 @@ def looped_bfs(p, m, v=2):
 
 
 def zb_h1(p, m):
-    """1F1B whose weight gradients wait until there is nothing else (Qi et al., arXiv:2401.10241)."""
+    """1F1B whose weight gradients fill the end of the step (Qi et al., arXiv:2401.10241)."""
     return looped(p, m, lambda s: p - 1 - s, lag=lambda s: s)
 
 
 def zb_h2(p, m):
-    """Eager 1F1B likewise: between its first and its last operation no rank idles."""
+    """Eager 1F1B likewise: no rank idles between its first operation and its last."""
     return looped(p, m, lambda s: 2 * (p - 1 - s), lag=lambda s: 2 * s)
 
 
 def interleaved_zb(p, m, v=2, g=None):
     """Interleaved likewise, at 1F1B's memory (torch's InterleavedZeroBubble)."""
     g = group_size(p, m, g)
-    return looped(p, m, lambda s: p - 1 - s + (v - 1) * g, v, g, lambda s: s)
+    return looped(p, m, lambda s: p - 1 - s + (v - 1) * g, v, g, lag=lambda s: s)
 
 
 def group_size(p, m, g=None):
-    """Micro-batches per group, g or the least that fits: a group smaller than p, be it the last,
-    leaves the first rank waiting for the last, or each for the other."""
+    """g, or the least size of a group that works: in one smaller than p, be it the last, the first
+    rank waits for the last, and may do so for ever (p = 8, m = 12, g = 8). Raises ValueError."""
     fit = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p] or [m]
     if g not in (None, *fit):
         raise ValueError(f"--group {g} with --microbatches {m} stalls {p} ranks: use one of {fit}")
@@ -152,48 +154,48 @@ def group_size(p, m, g=None):
 def zb_auto(p, m, limit=None, costs=(1, 1, 1, 0), kept=1.0):
     """Greedy: a rank that is free takes I if it can, else F if memory allows, else W.
 
-    limit: micro-batches whose activations a rank may hold (default 2p - 1: no bubble within a
+    limit: micro-batches whose activations a rank may hold (default 2p - 1, for no bubble within a
     rank's span; p is ZB-H1's memory). kept: the part of them that lives on from I to W.
     Source: the heuristic of Qi et al., arXiv:2401.10241, section 3.1, without its look-ahead.
     """
-    limit, (F, I, W, comm) = 2 * p - 1 if limit is None else limit, costs
+    limit = 2 * p - 1 if limit is None else limit
     if limit < 1:
         raise ValueError(f"--limit {limit}: a rank must be allowed one micro-batch")
-    lists, counts, end = [[] for _ in range(p)], [Counter() for _ in range(p)], {}
-    free, turn = [(0.0, s, s) for s in range(p)], p  # (when, whose turn first, rank)
-
-    def arrival(kind, i, source):
-        if i == m or source not in range(p):
-            return 0 if i < m else math.inf
-        return end.get((kind, source, i), math.inf) + comm
-
-    while free:
-        (now, _, s), turn = heappop(free), turn + 1
-        n = counts[s]
-        next_F = arrival("F", n["F"], s - 1)
-        next_I = arrival("I", n["I"], s + 1) if n["I"] < n["F"] else math.inf
-        if next_I <= now:
-            kind, cost = "I", I
-        elif next_F <= now and n["F"] + 1 - (1 - kept) * n["I"] - kept * n["W"] <= limit:
-            kind, cost = "F", F
-        elif n["W"] < n["I"]:
-            kind, cost = "W", W
-        else:  # sleep until something arrives here, or until another rank has moved
-            later = [t for t in (next_F, next_I, *(when for when, *_ in free)) if now < t < math.inf]
-            if n["W"] < m:
-                heappush(free, (min(later, default=now), turn, s))
+    lists, counts, busy = [[] for _ in range(p)], [Counter() for _ in range(p)], [0.0] * p
+    arrival, wake = {}, [(0.0, s) for s in range(p)]  # when a rank looks for something to do
+    while wake:
+        now, s = heappop(wake)
+        if now < busy[s]:
             continue
+        n = counts[s]
+        held = n["F"] - (1 - kept) * n["I"] - kept * n["W"]
+
+        def there(kind, source):
+            absent = math.inf if 0 <= source < p else 0
+            return n[kind] < m and arrival.get((kind, source, n[kind]), absent) <= now
+
+        if n["I"] < n["F"] and there("I", s + 1):
+            kind = "I"
+        elif held + 1 <= limit + 1e-9 and there("F", s - 1):
+            kind = "F"
+        elif n["W"] < n["I"]:
+            kind = "W"
+        else:
+            continue
+        busy[s] = end = now + costs["FIW".index(kind)]
+        arrival[kind, s, n[kind]] = end + costs[3]
         lists[s].append((Op(kind, s, n[kind]),))
-        end[kind, s, n[kind]] = now + cost
         n[kind] += 1
-        heappush(free, (now + cost, turn, s))
+        for other, at in ((s, end), (s - 1, end + costs[3]), (s + 1, end + costs[3])):
+            if 0 <= other < p:
+                heappush(wake, (at, other))
     return lists
 
 
 def spell(words, **chunks):
     """A rank's list from words: "Fa" is the next forward of chunk a, "W" the oldest weight gradient
-    still owed, "Fa&Bb" one fused cell. chunks: letter = (stage, direction, its micro-batches). Words
-    beyond a chunk's last micro-batch are left out: a rule for many gives the list for few."""
+    still owed, "Fa&Bb" a fused cell. chunks: letter=(stage, direction, its micro-batches). Words
+    beyond a chunk's last micro-batch are left out, so a rule for many gives the list for few."""
     taken, owed, cells = Counter(), [], []
     for word in words.split():
         cell = ()
@@ -202,9 +204,9 @@ def spell(words, **chunks):
                 letter, i = next(debt for debt in owed if debt[0] in letter or not letter)
                 owed.remove((letter, i))
             else:
-                letter, way = letter[0], "forward" if kind == "F" else "backward"
+                letter, way = letter[0], "up" if kind == "F" else "down"
                 i, taken[way, letter] = taken[way, letter], taken[way, letter] + 1
-                owed += [(letter, i)] * (kind == "I")
+                owed += [(letter, i)] if kind == "I" else []
             stage, direction, microbatches = chunks[letter]
             cell += tuple(Op(kind, stage, j, direction) for j in microbatches[i : i + 1])
         cells += [cell] if cell else []
@@ -212,8 +214,8 @@ def spell(words, **chunks):
 
 
 def zb_v(p, m):
-    """Stages down the ranks and back up: rank s holds s and 2p-1-s. ZB-H2's bubble at 1F1B's memory
-    (Qi et al., arXiv:2405.15362)."""
+    """ZB-H2's bubble at 1F1B's memory: stages go down the ranks and back up, rank s holds s and
+    2p-1-s (Qi et al., arXiv:2405.15362)."""
     lists, n = [], max(m, 2 * p - 1)
     for s in range(p):
         words = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
@@ -224,9 +226,9 @@ def zb_v(p, m):
 
 
 def _dual_words(s, h, n):
-    """The eight phases of DualPipe (github.com/deepseek-ai/DualPipe) for position s of h in the
-    fold and n micro-batches per chunk, at least 2h. At the fold the first backward needs the
-    forward just before it, so the two cannot be one cell."""
+    """DualPipe's eight phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
+    micro-batches per chunk, 2h or more. At the fold, the first backward needs the forward just
+    before it: those two cannot be one cell."""
     words = "Fa " * (2 * (h - s - 1)) + "Fa Fb " * (s + 1) + "Ib Wb Fb " * (h - s - 1)
     words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - 2 * h + s)
     words += "Bb Fb&Ba " * (h - s - 1)
@@ -235,17 +237,14 @@ def _dual_words(s, h, n):
 
 
 def dualpipev(p, m):
-    """DualPipe cut in half: ZB-V's placement and one copy of the weights."""
-    lists, n = [], max(m, 2 * p)
-    for s in range(p):
-        chunks = dict(a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m)))
-        lists.append(spell(_dual_words(s, p, n), **chunks))
-    return lists
+    """DualPipe cut in half: ZB-V's placement, and one copy of the weights."""
+    chunks = [dict(a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m))) for s in range(p)]
+    return [spell(_dual_words(s, p, max(m, 2 * p)), **chunks[s]) for s in range(p)]
 
 
 def dualpipe(p, m):
-    """Both directions at once: rank r holds stage r of direction 0 and stage p-1-r of direction 1,
-    so two ranks hold each weight. m counts both directions (DeepSeek-V3, arXiv:2412.19437)."""
+    """Two directions at once: rank r holds stage r of direction 0 and stage p-1-r of direction 1;
+    two ranks hold each weight; m counts both directions (DeepSeek-V3, arXiv:2412.19437)."""
     if p % 2:
         raise ValueError(f"dualpipe folds the ranks in two: --ranks {p} is odd")
     lists, half = [], (m + 1) // 2
@@ -258,19 +257,11 @@ def dualpipe(p, m):
 
 
 SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager-1f1b": eager_1f1b,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-auto": zb_auto,
-    "zb-v": zb_v,
-    "interleaved-zb": interleaved_zb,
-    "dualpipev": dualpipev,
-    "dualpipe": dualpipe,
-}
+    "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_1f1b, "interleaved": interleaved,
+    "looped-bfs": looped_bfs, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-auto": zb_auto, "zb-v": zb_v,
+    "interleaved-zb": interleaved_zb, "dualpipev": dualpipev, "dualpipe": dualpipe,
+}  # fmt: skip
+
 
 # ── the simulator ────────────────────────────────────────────────────────────────────────────
 
@@ -279,12 +270,8 @@ Timed = namedtuple("Timed", "rank ops start end")  # a cell, and when its rank r
 
 def placement(schedule):
     """{(direction, stage): rank}, read off the lists."""
-    return {(op.direction, op.stage): r for r, cells in enumerate(schedule) for c in cells for op in c}
-
-
-def n_stages(schedule):
-    """How many stages the model is cut into."""
-    return 1 + max(stage for _, stage in placement(schedule))
+    ops = [(r, op) for r, cells in enumerate(schedule) for cell in cells for op in cell]
+    return {(op.direction, op.stage): r for r, op in ops}
 
 
 def result(op):
@@ -306,20 +293,20 @@ def needs(op, last):
 
 
 def receiver(op, place, last):
-    """(rank, stage) that waits for an operation's result: the stage after F, the one before I and B.
-    (None, None) for W and at the ends."""
+    """(rank, stage) that an operation's result is for: the stage after an F, before an I or B; or
+    (None, None)."""
     stage = op.stage + {"F": 1, "W": math.inf}.get(op.kind, -1)
     return (place[op.direction, stage], stage) if 0 <= stage <= last else (None, None)
 
 
-def show(op):
+def show(kind, stage, microbatch, *_):
     """F3.7: the forward of stage 3 on micro-batch 7."""
-    return f"{op.kind}{op.stage}.{op.microbatch}"
+    return f"{kind}{stage}.{microbatch}"
 
 
 def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
-    """Time a schedule: each cell starts when its rank is free and all that its operations need is
-    there. A cell of several operations takes their sum; what it computed is there at its end.
+    """Time a schedule: a cell starts when its rank is free and all that its operations need is
+    there, takes the sum of their times, and at its end what it computed is there.
 
     Args:
         schedule: per rank a list of cells, a cell being a tuple of Ops.
@@ -327,17 +314,18 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
             (a chunk takes its share), or functions (stage, micro-batch) -> time. comm is the
             latency of a message.
         kept: the part of a micro-batch's activations that lives on from I to W.
-    Returns a Timeline. Raises ValueError where a schedule cannot complete (with the operation that
-    blocks each rank), or has an operation too many or too few.
+    Returns a Timeline. Raises ValueError for a schedule that cannot complete (with the operation
+    that blocks each rank), or that has an operation too many or too few.
     """
     if any(not callable(cost) and cost < 0 for cost in costs):
-        raise ValueError(f"costs {costs}: a time cannot be negative; B is I + W, so B >= W")
-    last = n_stages(schedule) - 1
-    share = len(schedule) / n_stages(schedule)
+        raise ValueError(f"--costs {costs}: none can be negative; B is I + W, so B >= W")
+    last = max(stage for _, stage in placement(schedule))
+    prices = dict(F=costs[:1], I=costs[1:2], W=costs[2:3], B=costs[1:3])
+    share = len(schedule) / (last + 1)
 
     def duration(op):
-        some = {"F": costs[:1], "I": costs[1:2], "W": costs[2:3], "B": costs[1:3]}[op.kind]
-        return sum(c(op.stage, op.microbatch) if callable(c) else c * share for c in some)
+        at = op.stage, op.microbatch
+        return sum(cost(*at) if callable(cost) else cost * share for cost in prices[op.kind])
 
     done, asleep, cells = {}, defaultdict(list), []
     at, clock, awake = [0] * len(schedule), [0.0] * len(schedule), [*range(len(schedule))]
@@ -355,34 +343,34 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
             cells.append(Timed(rank, ops, start, clock[rank]))
             for op in ops:
                 if result(op) in done:
-                    raise ValueError(f"{show(op)} is a second time on rank {rank}'s list")
+                    raise ValueError(f"rank {rank} has {show(*op)} a second time")
                 done[result(op)] = clock[rank], rank
                 awake += asleep.pop(result(op), ())
-    blocked = [
-        f"rank {rank} at {'&'.join(map(show, schedule[rank][at[rank]]))} for {show(Op(*key))}"
-        for key, ranks in asleep.items()
-        for rank in ranks
-    ]
-    if blocked:
-        raise ValueError("no rank can go on: " + ", ".join(sorted(blocked)))
-    _complete(done, cells, last)
+    _complete(schedule, at, asleep, done, last)
     return Timeline(sorted(cells, key=lambda cell: cell.end), kept)
 
 
-def _complete(done, cells, last):
-    """Raise where a micro-batch skips a stage on its way up or down, or a W is never taken."""
-    due = {("W", op.stage, op.microbatch) for cell in cells for op in cell.ops if op.kind == "I"}
-    for kind, _, i in [key for key in done if key[0] != "W"]:
-        due |= {(kind, stage, i) for stage in range(last + 1)} if (kind, 0, i) not in due else set()
-    if due - done.keys():
-        raise ValueError(f"the lists lack {', '.join(show(Op(*key)) for key in due - done.keys())}")
+def _complete(schedule, at, asleep, done, last):
+    stuck = {rank: need for need, ranks in asleep.items() for rank in ranks}
+    if stuck:
+        here = {rank: "&".join(show(*op) for op in schedule[rank][at[rank]]) for rank in stuck}
+        blocked = [f"rank {rank} at {here[rank]} for {show(*stuck[rank])}" for rank in sorted(here)]
+        raise ValueError(f"no rank can go on: {', '.join(blocked)}")
+    due = {("W", *op[1:3]) for cells in schedule for ops in cells for op in ops if op.kind == "I"}
+    ways = {(kind, i) for kind, _, i in done if kind != "W"}  # a micro-batch visits all stages
+    due |= {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
+    if lacking := sorted(due - done.keys()):
+        raise ValueError(f"no rank has {', '.join(show(*key) for key in lacking)}")
 
 
 @dataclass
 class Timeline:
-    """When each cell ran, by simulation or on the clock; one unit of time throughout.
+    """When each cell ran, by simulation or by the clock.
 
-    cells: in an order in which they could run one at a time without any waiting for a later one.
+    cells: Timed, in an order in which they could run one at a time, none waiting for a later one.
+    makespan: from the first start on any rank to the last end on any. span: from a rank's own first
+    start to its own last end, the longest. ideal: the work of the busiest rank. What the first two
+    have beyond the third are the two bubbles.
     """
 
     cells: list
@@ -390,38 +378,34 @@ class Timeline:
 
     @cached_property
     def ranks(self):
-        """The cells of each rank, in its order."""
+        """The cells of each rank."""
         ranks = defaultdict(list)
         for cell in self.cells:
             ranks[cell.rank].append(cell)
         return [ranks[rank] for rank in sorted(ranks)]
 
     @cached_property
-    def last(self):
-        return max(op.stage for cell in self.cells for op in cell.ops)
+    def place(self):
+        return placement([[cell.ops for cell in cells] for cells in self.ranks])
 
     @property
     def makespan(self):
-        """From the first start on any rank to the last end on any."""
         return max(cell.end for cell in self.cells) - min(cell.start for cell in self.cells)
 
     @property
     def span(self):
-        """The longest time from a rank's own first start to its own last end."""
         return max(cells[-1].end - cells[0].start for cells in self.ranks)
 
     @property
     def ideal(self):
-        """The work of the busiest rank: what a step would take without a bubble."""
         return max(sum(cell.end - cell.start for cell in cells) for cells in self.ranks)
 
     def held(self, rank):
         """[(time, micro-batches whose activations the rank holds)], each from its F to its B, or in
         part to its W; one micro-batch in all layers of a rank counts 1."""
-        share, curve, level = len(self.ranks) / (self.last + 1), [], 0.0
+        share, curve, level = len(self.ranks) / (1 + max(self.place)[1]), [], 0.0
         freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
-        ops = [op for cell in self.ranks[rank] for op in cell.ops]
-        trained = {(op.stage, op.microbatch) for op in ops if op.kind != "F"}
+        trained = {op[1:3] for cell in self.ranks[rank] for op in cell.ops if op.kind != "F"}
         for _, ops, start, end in self.ranks[rank]:
             level += share * sum(op.kind == "F" and op[1:3] in trained for op in ops)
             curve.append((start, level))
@@ -435,53 +419,48 @@ class Timeline:
         return [max(level for _, level in self.held(rank)) for rank in range(len(self.ranks))]
 
     @property
-    def crossings(self):
-        """Messages in all: activations up, gradients down."""
+    def messages(self):
+        """Boundaries crossed in all: activations up, gradients down."""
         ops = [(cell.rank, op) for cell in self.cells for op in cell.ops]
-        place = {(op.direction, op.stage): rank for rank, op in ops}
-        return sum(receiver(op, place, self.last)[0] not in (None, rank) for rank, op in ops)
+        to = [receiver(op, self.place, max(self.place)[1])[0] for _, op in ops]
+        return sum(there not in (None, rank) for there, (rank, _) in zip(to, ops))
 
 
 def marginal(schedule, costs=(1, 1, 1, 0)):
-    """What one more iteration costs where ranks enter it as soon as they are done with the one
-    before, with no barrier at the optimizer's step: the bubble as a long run sees it."""
+    """What a further step costs if a rank enters it as soon as it is done with the one before, with
+    no barrier at the optimizer: the bubble as a long run sees it."""
     m = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
-
-    def makespan(times):
-        shift = lambda cell, k: tuple(op._replace(microbatch=op.microbatch + k * m) for op in cell)
-        lists = [[shift(cell, k) for k in range(times) for cell in cells] for cells in schedule]
-        return simulate(lists, costs).makespan
-
-    return makespan(3) - makespan(2)
+    again = lambda cell: tuple(op._replace(microbatch=op.microbatch + m) for op in cell)
+    twice = [cells + [again(cell) for cell in cells] for cells in schedule]
+    return simulate(twice, costs).makespan - simulate(schedule, costs).makespan
 
 
-FORMULAS = {  # bubble at comm 0, counted in; peak on rank s (kept k); crossings; where all is exact
+FORMULAS = {  # bubble without comm; in what; peak on rank s; boundaries; where all of it is exact
     "gpipe": ("(p-1)*(F+B)", "makespan", "m", "p-1", "True"),
     "1f1b": ("(p-1)*(F+B)", "makespan", "min(m, p-s)", "p-1", "True"),
     "eager-1f1b": ("(p-1)*(F+B)", "makespan", "min(m, 2*(p-s)-1)", "p-1", "True"),
-    "interleaved": ("(p-1)*(F+B)/v", "makespan", "min(m, (2*(p-s)-1+(v-1)*g)/v)", "(v*p-1)*(p>1)", "m >= p"),
-    "looped-bfs": ("(p-1)*(F+B)/v", "makespan", "m", "(v*p-1)*(p>1)", "m >= p"),
-    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m >= p"),
-    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m >= 2*p-1"),
-    "zb-auto": ("0", "span", "2*p-1", "p-1", "F == I == W and k == 1 and m >= 2*p-1 == limit"),
-    "zb-v": ("0", "span", "p", "2*(p-1)", "F == I == W and m >= 2*p"),
-    "interleaved-zb": ("(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "(v*p-1)*(p>1)", "m >= p"),
-    "dualpipev": ("(p-1)*(F+2*B-3*W)/2", "makespan", "p+1/2", "2*(p-1)", "F == I == W and m >= 2*p"),
-    "dualpipe": ("(p/2-1)*(F+2*B-3*W)", "makespan", "p+1", "p-1", "F == I == W and m >= 2*p and m%2 == 0"),
+    "interleaved": ("(p-1)*(F+B)/v", "makespan", "min(m, (2*(p-s)-1+(v-1)*g)/v)", "v*p-1", "m>=p"),
+    "looped-bfs": ("(p-1)*(F+B)/v", "makespan", "m", "v*p-1", "m>=p"),
+    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m>=p"),
+    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m>=2*p-1"),
+    "zb-auto": ("0", "span", "2*p-1", "p-1", "F==I==W and k==1 and m>=2*p-1==limit"),
+    "zb-v": ("0", "span", "p", "2*(p-1)", "F==I==W and m>=2*p"),
+    "interleaved-zb": ("(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "v*p-1", "m>=p"),
+    "dualpipev": ("(p-1)*(F+2*B-3*W)/2", "makespan", "p+1/2", "2*(p-1)", "F==I==W and m>=2*p"),
+    "dualpipe": ("(p/2-1)*(F+2*B-3*W)", "makespan", "p+1", "p-1", "F==I==W and m>=2*p and m%2==0"),
 }
 
 
 def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
-    """(bubble, peak of each rank, crossings in all) by the papers' formulas; the first two are
-    None where they are not exact. B = I + W, and DualPipe's F&B takes F + B: no gain from the overlap itself."""
-    F, I, W, comm = costs
-    given = dict(p=p, m=m, v=v, g=group_size(p, m, g), limit=limit or 2 * p - 1, k=kept)
-    given |= dict(F=F, I=I, W=W, B=I + W)
-    bubble, _, peak, crossings, exact = FORMULAS[name]
-    crossings = 2 * m * eval(crossings, given)
-    if comm or not eval(exact, given):
-        return None, None, crossings
-    return eval(bubble, given), [eval(peak, given | dict(s=s)) for s in range(p)], crossings
+    """(bubble, peak of each rank, messages) by FORMULAS; None for the first two where they are not
+    exact. B = I + W, k = kept, and DualPipe's F&B takes F + B: nothing is gained by the overlap."""
+    given = dict(zip("FIW", costs), p=p, m=m, v=v, k=kept, limit=limit or 2 * p - 1)
+    given |= dict(B=costs[1] + costs[2], g=group_size(p, m, g))
+    bubble, _, peak, boundaries, exact = FORMULAS[name]
+    messages = 2 * m * eval(boundaries, given) if p > 1 else 0
+    if costs[3] or not eval(exact, given):
+        return None, None, messages
+    return eval(bubble, given), [eval(peak, given | {"s": s}) for s in range(p)], messages
 
 
 # ── drawing ──────────────────────────────────────────────────────────────────────────────────
@@ -491,9 +470,9 @@ def sketch(timeline, width=160):
     """A Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and on,
     dots where it idles; "" where that takes more than `width` columns."""
     p, ops = len(timeline.ranks), [op for cell in timeline.cells for op in cell.ops]
-    digits = 1 + len(str(max(op.microbatch for op in ops)))
-    least = min((cell.end - cell.start) / len(cell.ops) for cell in timeline.cells)
-    column, lines = (lambda t: round(t / least) * digits), []
+    digits, lines = 1 + len(str(max(op.microbatch for op in ops))), []
+    unit = min((cell.end - cell.start) / len(cell.ops) for cell in timeline.cells) or math.inf
+    column = lambda t: round(t / unit) * digits
     for cells in timeline.ranks:
         line = ""
         for _, ops, start, end in cells:
@@ -504,14 +483,14 @@ def sketch(timeline, width=160):
     return "\n".join(lines) if len(lines[0]) <= width else ""
 
 
-COLORS = {"F": "#dcebf7", "I": "#f4b678", "B": "#d0693c", "W": "#1f3f5b"}  # light to dark
 NAMES = {"F": "forward", "I": "input gradient", "B": "both gradients", "W": "weight gradient"}
+COLORS = {"F": "#dcebf7", "I": "#f4b678", "B": "#d0693c", "W": "#1f3f5b"}  # light to dark
 
 
 def gantt(timelines, path, columns=1):
     """Draw a Timeline, or {title: Timeline} as panels on one scale of time, into a picture file.
 
-    A bar is an operation, its number the micro-batch; a rank's second chunk (or direction) has a
+    A bar is an operation, its number the micro-batch; a rank's second chunk, or direction, has a
     dark foot. Under a rank's bars, in grey: the activations that it holds, on one scale for all.
     """
     from matplotlib.figure import Figure
@@ -522,16 +501,16 @@ def gantt(timelines, path, columns=1):
     most, longest = max(max(t.peak) for t in every), max(t.makespan for t in every)
     height = 0.5 + rows * (0.45 + 0.36 * max(len(t.ranks) for t in every))
     figure = Figure(figsize=(13, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+    panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes in panels:
         axes.set_axis_off()
     for axes, (title, timeline) in zip(panels, timelines.items()):
-        bubble, peak = timeline.makespan - timeline.ideal, max(timeline.peak)
-        says = f"bubble {bubble / timeline.makespan:.1%} of the step · holds {peak:.3g} micro-batches"
-        axes.set_title(f"{title}   {says}".strip(), loc="left", fontsize=10)
+        bubble, peak = 1 - timeline.ideal / timeline.makespan, max(timeline.peak)
+        axes.set_title(f"{title}   bubble {bubble:.1%} of the step, holds {peak:.3g} micro-batches",
+                       loc="left", fontsize=10)  # fmt: skip
         axes.set(xlim=(0, longest), ylim=(len(timeline.ranks) - 0.4, -0.5))
         _panel(axes, timeline, most, narrow=longest * columns / 130)
-    kinds = sorted({op.kind for t in every for c in t.cells for op in c.ops}, key=list(NAMES).index)
+    kinds = [k for k in NAMES if any(op.kind == k for t in every for c in t.cells for op in c.ops)]
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in kinds]
     patches.append(Patch(fc="#9a9a9a", label="activations held"))
     figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
@@ -555,8 +534,7 @@ def _panel(axes, timeline, most, narrow):
                 left += width
         times, levels = zip(*timeline.held(rank))
         curve = [rank + 0.48 - 0.3 * level / most for level in levels]
-        seconds = [t - zero for t in times]
-        axes.fill_between(seconds, curve, rank + 0.48, step="post", color="#9a9a9a", lw=0)
+        axes.fill_between([t - zero for t in times], curve, rank + 0.48, step="post", fc="#9a9a9a")
 
 
 # ── the serial twin, cut into stages ─────────────────────────────────────────────────────────
@@ -576,7 +554,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        x, weight = ctx.saved_tensors[0].detach(), ctx.weight  # detached: x would keep its graph
         d_x = d_y @ weight if ctx.needs_input_grad[0] else None
         d_weight = lambda: d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
@@ -606,16 +584,15 @@ class Linear(nn.Module):
 
 
 class Block(nn.Module):
-    """x + down(gelu(up(x))), (B, S, D) to itself. Saved for backward: 9 · B·S·D elements, of which
-    the inputs of the two matrices, 5 · B·S·D, until W (and so long the gradients of their outputs).
-    """
+    """x + down(gelu(up(x))), (B, S, D) to itself. Saves 9·B·S·D elements for backward, of which the
+    inputs of the two matrices, 5·B·S·D, until W (and with them the gradients of their outputs)."""
 
     def __init__(self, D):
         super().__init__()
         self.up, self.down = Linear(D, 4 * D), Linear(4 * D, D)
 
     def forward(self, x_BSD, later=None):
-        return x_BSD + self.down(nnf.gelu(self.up(x_BSD, later)), later)
+        return x_BSD + self.down(F.gelu(self.up(x_BSD, later)), later)
 
 
 class Stage(nn.Module):
@@ -646,7 +623,7 @@ class Stage(nn.Module):
         # Q4.5 ** Micro-batches differ in how many bytes count, and their gradients are summed. What
         #         is the loss of one?   hint: not its mean, which weighs a short one like a long one
         logits, targets = logits_BSV.flatten(0, 1), y_BS.flatten()
-        total = nnf.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         return total / divisor
         # /Q4.5
 
@@ -673,7 +650,7 @@ class _Rank:
     def __init__(self, schedule, stages, microbatches):
         self.stages, self.microbatches, self.results, self.losses = stages, microbatches, {}, {}
         ops = [op for cells in schedule for cell in cells for op in cell]
-        self.last, self.graphs, self.owed = n_stages(schedule) - 1, {}, {}
+        self.last, self.graphs, self.owed = max(op.stage for op in ops), {}, {}
         self.split = {op[1:3] for op in ops if op.kind == "I"}
         self.trained = {op[1:3] for op in ops if op.kind in "IB"}
 
@@ -702,8 +679,9 @@ class _Rank:
         return None if x is None else x.grad
 
     def weights(self, stage, i):
-        for accumulate in self.owed.pop((stage, i)):
-            accumulate()
+        later = self.owed.pop((stage, i))
+        while later:
+            later.pop()()
 
 
 def execute(schedule, stages, microbatches, group, last_backward=None):
@@ -730,11 +708,11 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
     each send and receive blocked; and two ranks post what passes between them in the same order,
     which is all that NCCL goes by (it ignores tags).
     """
-    walk_order, me, timed = simulate(schedule).cells, dist.get_rank(group), []
+    cells, me, timed = simulate(schedule).cells, dist.get_rank(group), []
     rank, place = _Rank(schedule, stages, microbatches), placement(schedule)
     backwards = Counter(op.stage for cell in schedule[me] for op in cell if op.kind != "F")
     arriving, leaving = {}, deque()
-    for cell in walk_order:
+    for cell in cells:
         outputs = []
         if cell.rank == me:
             for need in [need for op in cell.ops for need in needs(op, rank.last)]:
@@ -753,12 +731,13 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
                 # isend to the neighbouring stage, B·S·D: both ends post it at this cell
                 leaving.append((dist.isend(outputs[k], group=group, group_dst=to), outputs[k]))
             elif to == me:
-                room = rank.results[result(op)] = stages[stage].boundary(microbatches[op.microbatch])
+                room = stages[stage].boundary(microbatches[op.microbatch])
                 # irecv, B·S·D: posted while the sender computes, awaited where it is first used
                 arriving[result(op)] = dist.irecv(room, group=group, group_src=cell.rank)
+                rank.results[result(op)] = room
             # /Q4.6
-        del outputs
-        while len(leaving) > 2:
+        outputs = room = None
+        while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
             leaving.popleft()[0].wait()
         for op in cell.ops if cell.rank == me else ():
             backwards[op.stage] -= op.kind != "F"
@@ -773,7 +752,7 @@ def share_gradients(schedule, stages, group):
     """Add up the gradients of weights that two ranks hold: both ends' of a tied embedding, or
     DualPipe's two copies of everything. Where one rank has both ends, autograd has done it."""
     place, me = placement(schedule), dist.get_rank(group)
-    ends = place[0, 0], place[0, n_stages(schedule) - 1]
+    ends = place[0, 0], place[0, max(place)[1]]
     if (1, 0) in place:
         peer, modules = dist.get_world_size(group) - 1 - me, [stages[s] for s in sorted(stages)]
     elif me in ends and ends[0] != ends[1]:
@@ -781,11 +760,12 @@ def share_gradients(schedule, stages, group):
     else:
         return
     params = dict.fromkeys(param for module in modules for param in module.parameters())
-    mine = torch.cat([param.grad.flatten() for param in params])
-    theirs = torch.empty_like(mine)
-    # isend and irecv with the rank that holds the same weights, theirs and ours, as one batch
-    swap = (dist.isend, mine), (dist.irecv, theirs)
-    for work in dist.batch_isend_irecv([dist.P2POp(*a, group=group, group_peer=peer) for a in swap]):
+    ours = torch.cat([param.grad.flatten() for param in params])
+    theirs = torch.empty_like(ours)
+    swap = [(dist.isend, ours), (dist.irecv, theirs)]
+    swap = [dist.P2POp(*one, group=group, group_peer=peer) for one in swap]
+    # batch_isend_irecv with the rank that holds the same weights: one batch, so neither goes first
+    for work in dist.batch_isend_irecv(swap):
         work.wait()
     for param, part in zip(params, theirs.split([param.numel() for param in params])):
         param.grad += part.view_as(param)
@@ -793,49 +773,47 @@ def share_gradients(schedule, stages, group):
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────
 
+KEPT = 5 / 9  # of what a Block saves, the part that lives on from I to W
+
 
 class Scale:
-    """While open, weighs what autograd saves: `now` and at most `peak` bytes are alive. It looks at
-    the tensors themselves, so whatever holds on to one, a graph or a closure, is found out."""
+    """Weighs what autograd saves in the given blocks: `peak` is the most bytes ever alive at once.
+    It follows the tensors' storages, so whatever keeps one, a graph or a closure, is found out."""
 
-    def __init__(self):
+    def __init__(self, blocks):
         self.now = self.peak = 0
+        for block in blocks:
+            block.forward = self._weighed(block.forward)
 
-    def weighed(self, block):
-        def forward(*args):
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
-                return type(block).forward(block, *args)
+    def _weighed(self, forward):
+        def weighed(*args):
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
+                return forward(*args)
 
-        block.forward = forward
+        return weighed
 
-    def _pack(self, t):
-        self.now += t.nbytes
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(t, self._freed, t.nbytes)
+    def _save(self, t):
+        self._add(t.nbytes)
+        weakref.finalize(t.untyped_storage(), self._add, -t.nbytes)
         return t
 
-    def _freed(self, nbytes):
-        self.now -= nbytes
-
-
-KEPT = 5 / 9  # of a Block's saved activations, what lives until W
+    def _add(self, nbytes):
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
 
 
 def proof_batch(m, device, B=2, S=8):
-    """m micro-batches of random bytes; ever fewer of them count, so that their sizes matter."""
-    batch, generator = [], torch.Generator().manual_seed(1)
+    """m micro-batches of random bytes, some with fewer bytes that count than others."""
+    generator = torch.Generator().manual_seed(1)
+    x_mBS, y_mBS = torch.randint(256, (2, m, B, S), generator=generator).to(device)
     for i in range(m):
-        x_BS, y_BS = torch.randint(256, (2, B, S), generator=generator).to(device)
-        y_BS[:, : i % S] = -100
-        batch.append((x_BS, y_BS))
-    divisor = sum((y_BS != -100).sum() for _, y_BS in batch)
-    return [(x_BS, y_BS, divisor) for x_BS, y_BS in batch]
+        y_mBS[i, :, : i % S] = -100
+    return [(x_BS, y_BS, (y_mBS != -100).sum()) for x_BS, y_BS in zip(x_mBS, y_mBS)]
 
 
 def twin_gradients(layers, batch, later=None):
-    """{name: gradient} and the loss of the serial twin on the whole batch as one."""
-    (twin,) = build(1, layers)
-    twin.to(batch[0][0].device, torch.float64)
+    """{name: gradient} of the serial twin on the whole batch at once, and its loss."""
+    twin = build(1, layers)[0].to(batch[0][0].device, torch.float64)
     x, y, divisors = zip(*batch)
     loss = twin(None, (torch.cat(x), torch.cat(y), divisors[0]), later)
     loss.backward()
@@ -843,53 +821,53 @@ def twin_gradients(layers, batch, later=None):
 
 
 def mine(schedule, model, group):
-    """{stage: module} of this rank."""
+    """{stage: module}, of a list of all stages those of this rank."""
     me = dist.get_rank(group)
     return {stage: model[stage] for (_, stage), rank in placement(schedule).items() if rank == me}
 
 
 def check(schedule, layers, batch, group, times=1, share=True):
-    """One step by `schedule` beside the twin. Returns the largest relative error of the loss and of
-    this rank's gradients, bytes sent by all ranks, and the peak of bytes saved in this rank's
-    blocks. times: what each loss is multiplied by; share=False forgets the weights held twice."""
+    """A step by `schedule` beside the twin. Returns the largest relative error of the loss and of
+    this rank's gradients; the bytes sent by all ranks; the most bytes saved in this rank's blocks.
+    times: a factor that every loss gets by mistake. share: add up what two ranks hold."""
     wanted, loss = twin_gradients(layers, batch)
-    stages, scale = mine(schedule, build(n_stages(schedule), layers), group), Scale()
+    stages = mine(schedule, build(1 + max(placement(schedule))[1], layers), group)
     for stage in stages.values():
         stage.to(loss.device, torch.float64)
-        for block in stage.blocks.values():
-            scale.weighed(block)
+    scale = Scale(block for stage in stages.values() for block in stage.blocks.values())
     given = [(x_BS, y_BS, divisor / times) for x_BS, y_BS, divisor in batch]
     with Ledger() as ledger:
         losses, _ = execute(schedule, stages, given, group)
     if share:
         share_gradients(schedule, stages, group)
-    totals = torch.stack([loss.new_tensor(sum(ledger.sent.values())), sum(losses.values(), 0 * loss)])
-    # all_reduce(SUM) over pp, 2: bytes of all ranks; the loss, which only the last stage knows
+    found = sum(losses.values(), torch.zeros_like(loss))
+    totals = torch.stack([found, loss.new_tensor(sum(ledger.sent.values()))])
+    # all_reduce(SUM) over pp, 2: the loss, which the last stage knows; the bytes of all ranks
     dist.all_reduce(totals, group=group)
     named = [pair for stage in stages.values() for pair in stage.named_parameters()]
     errors = [relative_error(param.grad, wanted[name]) for name, param in named]
-    return max(*errors, relative_error(totals[1], loss)), totals[0].item(), scale.peak
+    return max(relative_error(totals[0], loss), *errors), totals[1].item(), scale.peak
 
 
 def proof(args, group, device):
-    """A row for each schedule that can run here, and two that are wrong on purpose."""
-    p, m = dist.get_world_size(group), args.microbatches
-    layers, batch = args.layers or p * math.lcm(2, args.chunks or 2), proof_batch(m, device)
-    element = batch[0][0].numel() * 16 * 8
+    """A row for every schedule, and two that are wrong on purpose."""
+    p, m, v = dist.get_world_size(group), args.microbatches, args.chunks or 2
+    batch, layers = proof_batch(m, device), p * math.lcm(2, v)
+    B_S_D = batch[0][0].numel() * 16 * 8
     for name, schedule in schedules(args, p).items():
         error, sent, held = check(schedule, layers, batch, group)
-        *_, crossings = closed_form(name, p, m, args.chunks or 2)
-        saved = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)] * layers / p * 9 * element
-        yield Row(name, error, (sent, crossings * element), (held, saved))
+        messages = closed_form(name, p, m, v)[-1]
+        peak = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)]
+        yield Row(name, error, (sent, messages * B_S_D), (held, peak * layers / p * 9 * B_S_D))
     if p == 1 or m == 1:
         return
-    schedule = SCHEDULES["1f1b"](p, m)
+    schedule = one_f_one_b(p, m)
     error, *_ = check(schedule, layers, batch, group, times=m)
-    yield Row("loss not divided by m", error, wrong=m - 1)
+    yield Row("losses not divided by m", error, wrong=m - 1)
     whole = twin_gradients(layers, batch)[0]["embedding.weight"]
-    below = twin_gradients(layers, batch, later=[])[0]["embedding.weight"]  # the head's is deferred
-    ends = relative_error(below, whole), relative_error(whole - below, whole)
+    first = twin_gradients(layers, batch, later=[])[0]["embedding.weight"]  # the head's part waits
     error, *_ = check(schedule, layers, batch, group, share=False)
+    ends = relative_error(first, whole), relative_error(whole - first, whole)
     yield Row("tied ends not added up", error, wrong=max(ends))
 
 
@@ -897,17 +875,17 @@ def proof(args, group, device):
 
 
 def schedules(args, p):
-    """{name: schedule} for p ranks: --schedule's, or without one all that can run there, each with
-    the options that it takes. Raises ValueError."""
-    flags = {"v": "--chunks", "g": "--group", "limit": "--limit"}
+    """{name: schedule} on p ranks of --schedule, or without it of all, each with the options that
+    it takes. Raises ValueError."""
+    flags, made = {"v": "--chunks", "g": "--group", "limit": "--limit"}, {}
     options = {"v": args.chunks, "g": args.group, "limit": args.limit}
     options = {key: value for key, value in options.items() if value is not None}
-    made = {}
     for name in [args.schedule] if args.schedule else SCHEDULES:
         takes = inspect.signature(SCHEDULES[name]).parameters
-        for alien in [key for key in options if key not in takes and args.schedule]:
-            raise ValueError(f"{flags[alien]} means nothing to {name}")
-        if p % 2 == 0 or name != "dualpipe" or args.schedule:
+        alien = [f"{flags[key]} {options[key]}" for key in options if key not in takes]
+        if alien and args.schedule:
+            raise ValueError(f"{alien[0]} means nothing to --schedule {name}")
+        if args.schedule or name != "dualpipe" or p % 2 == 0:
             given = {key: value for key, value in options.items() if key in takes}
             made[name] = SCHEDULES[name](p, args.microbatches, **given)
     return made
@@ -915,7 +893,7 @@ def schedules(args, p):
 
 class Sleeper(nn.Module):
     """A stage that sleeps (F, I, W) seconds instead of computing, so that a few cores can stand for
-    many ranks: its messages, waits and order are real, its work is not."""
+    many ranks: its order, messages and waits are real, its work is not."""
 
     def __init__(self, seconds, last):
         super().__init__()
@@ -926,73 +904,68 @@ class Sleeper(nn.Module):
         return torch.empty(1)
 
     def forward(self, x, microbatch, later=None):
-        y = _Sleep.apply(torch.zeros(1, requires_grad=True) if x is None else x, self.seconds, later)
+        up, down, weights = self.seconds
+        time.sleep(up)
+        y = 1 + (torch.zeros(1, requires_grad=True) if x is None else x)
+
+        def backward(_):
+            time.sleep(down + (weights if later is None else 0))
+            if later is not None:
+                later.append(lambda: time.sleep(weights))
+
+        if y.requires_grad:
+            y.register_hook(backward)
         return y.sum() if self.last else y
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seconds, later):
-        (forward, *ctx.seconds), ctx.later = seconds, later
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d_y):
-        time.sleep(ctx.seconds[0])
-        weights = lambda: time.sleep(ctx.seconds[1])
-        weights() if ctx.later is None else ctx.later.append(weights)
-        return d_y, None, None
-
-
 def measure(schedule, group, costs=(1, 1, 1), unit=0.02):
-    """The measured Timeline, in units, of a schedule whose stages sleep `unit` seconds for each
-    unit of costs (F, I, W); on every rank."""
-    share = unit * len(schedule) / n_stages(schedule)
-    sleeps = [share * cost for cost in costs]
-    model = [Sleeper(sleeps, k == n_stages(schedule) - 1) for k in range(n_stages(schedule))]
-    microbatches = range(1 + max(op.microbatch for cells in schedule for c in cells for op in c))
+    """The Timeline, in units, of a run whose stages sleep `unit` seconds per unit of (F, I, W); the
+    same on every rank. One machine only: it compares the ranks' clocks."""
+    place = placement(schedule)
+    last, m = max(place)[1], 1 + max(op.microbatch for ops in schedule[0] for op in ops)
+    seconds = [unit * cost * len(schedule) / (last + 1) for cost in costs]
+    model = [Sleeper(seconds, stage == last) for stage in range(last + 1)]
+    # barrier over pp: all start together
     dist.barrier(group=group)
-    _, timed = execute(schedule, mine(schedule, model, group), microbatches, group)
-    everyone = [None] * len(schedule)
-    dist.all_gather_object(everyone, timed, group=group)
-    cells = sorted((cell for cells in everyone for cell in cells), key=lambda cell: cell.end)
+    _, timed = execute(schedule, mine(schedule, model, group), range(m), group)
+    ranks = [None] * len(schedule)
+    # all_gather_object over pp: everybody's cells
+    dist.all_gather_object(ranks, timed, group=group)
+    cells = sorted((cell for cells in ranks for cell in cells), key=lambda cell: cell.end)
     zero = min(cell.start for cell in cells)
-    return Timeline([Timed(r, ops, (a - zero) / unit, (b - zero) / unit) for r, ops, a, b in cells])
+    scaled = [((cell.start - zero) / unit, (cell.end - zero) / unit) for cell in cells]
+    return Timeline([Timed(cell.rank, cell.ops, *at) for cell, at in zip(cells, scaled)])
 
 
 def report(args, p, out=print):
     """The table of predictions: what is simulated, and its closed form where that is exact."""
-    m, costs = args.microbatches, args.costs
-    out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. bubble: beyond the busiest rank's "
-        "work, of the\nmakespan and of a rank's span; next: one more step without a barrier; "
-        "held: micro-batches, the worst rank")  # fmt: skip
-    out("                makespan  bubble of step of ideal  in span formula      next   held formula  "
-        "messages")  # fmt: skip
+    m, costs = args.microbatches, tuple(args.costs)
+    out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. Bubble: what the makespan, or a")
+    out("rank's span, has beyond the busiest rank's work; next: a further step without a barrier;")
+    out("held: micro-batches, worst rank; =: by closed form, where exact (* of the span's bubble)\n")
+    out(f"{'':15}makespan  bubble  /step /ideal  span's       =    next   held     =  messages")
     for name, schedule in schedules(args, p).items():
-        t, of = simulate(schedule, costs), FORMULAS[name][1]
-        given = args.chunks or 2, args.group, args.limit, costs
+        t, given = simulate(schedule, costs), (args.chunks or 2, args.group, args.limit, costs)
         bubble, peaks, _ = closed_form(name, p, m, *given)
-        idle = t.makespan - t.ideal
-        exact = "--" if bubble is None else f"{bubble:.4g}{'' if of == 'makespan' else ' span'}"
-        held = "--" if peaks is None else f"{max(peaks):.4g}"
-        out(f"{name:15}{t.makespan:9.5g}{idle:8.4g}{idle / t.makespan:8.1%}{idle / t.ideal:9.1%}"
-            f"{t.span - t.ideal:9.4g} {exact:9}{marginal(schedule, costs):8.5g}"
-            f"{max(t.peak):7.4g} {held:9}{t.crossings:8}")  # fmt: skip
+        idle, exact, held = t.makespan - t.ideal, "--", "--"
+        if peaks:
+            exact = f"{bubble:.4g}" + (" *" if FORMULAS[name][1] == "span" else "  ")
+            held = f"{max(peaks):.4g}"
+        out(f"{name:15}{t.makespan:8.5g}{idle:8.4g}{idle / t.makespan:7.1%}{idle / t.ideal:7.1%}"
+            f"{t.span - t.ideal:8.4g}{exact:>8}{marginal(schedule, costs):8.5g}"
+            f"{max(t.peak):7.4g}{held:>6}{t.messages:10}")  # fmt: skip
 
 
 def train(args, name, schedule, group, device):
-    """Train on text by the chosen schedule; print the loss beside the unigram entropy."""
-    text, m, stages = read_text(args.text, 0), args.microbatches, n_stages(schedule)
-    layers = args.layers or max(stages, 4 // stages * stages)
-    model = mine(schedule, build(stages, layers, D=64), group)
-    params = dict.fromkeys(param for stage in model.values() for param in stage.to(device).parameters())
+    """Train on text by the schedule; print the loss beside the text's unigram entropy."""
+    text, m, stages = read_text(args.text, 0), args.microbatches, 1 + max(placement(schedule))[1]
+    model = mine(schedule, build(stages, max(stages, 4 // stages * stages), D=64), group)
+    params = {param for stage in model.values() for param in stage.to(device).parameters()}
     optimizer = torch.optim.AdamW(params, lr=3e-3)
-    say(f"\n{name}, {layers} layers; unigram entropy of the text {unigram_entropy(text):.3f}")
+    say(f"\n{name} on text; its unigram entropy is {unigram_entropy(text):.3f}")
     for step in range(args.steps):
         x, y = (whole.to(device).chunk(m) for whole in sample(text, step, 4 * m, 64))
-        batch = list(zip(x, y, [4 * m * 64] * m))
-        losses, _ = execute(schedule, model, batch, group)
+        losses, _ = execute(schedule, model, list(zip(x, y, [4 * m * 64] * m)), group)
         share_gradients(schedule, model, group)
         optimizer.step()
         optimizer.zero_grad()
@@ -1004,7 +977,7 @@ def train(args, name, schedule, group, device):
 
 
 def plot(args, name, schedule, group):
-    """Three pictures: the schedule predicted and measured, all schedules, bubbles over m/p."""
+    """Three pictures: the schedule predicted above measured; all schedules; bubbles over m/p."""
     from matplotlib.figure import Figure
 
     p, measured = len(schedule), measure(schedule, group)
@@ -1013,60 +986,35 @@ def plot(args, name, schedule, group):
     both = {f"{name}, predicted": simulate(schedule), "measured, stages asleep": measured}
     gantt(both, f"{args.plot}_gantt.png")
     every = schedules(argparse.Namespace(**vars(args) | {"schedule": None}), p)
-    gantt({k: simulate(s) for k, s in every.items()}, f"{args.plot}_all.png", columns=2)
+    gantt({key: simulate(made) for key, made in every.items()}, f"{args.plot}_all.png", columns=2)
     figure, times = Figure(figsize=(11, 4.2), layout="constrained"), [1, 2, 3, 4, 6, 8]
-    titles = "One step, first start to last end", "Each further step, with no barrier between"
-    for axes, title, measure_of in zip(figure.subplots(1, 2, sharey=True), titles, (0, 1)):
+    panels = {"one step, first start to last end": lambda made: simulate(made).makespan,
+              "each further step, no barrier between": marginal}  # fmt: skip
+    for axes, (title, length) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         curves = defaultdict(list)
         for key in every:
-            points = []
-            for k in times:
-                lists = SCHEDULES[key](p, k * p)
-                t = simulate(lists)
-                whole = marginal(lists) if measure_of else t.makespan
-                points.append(round(1 - t.ideal / whole, 6))
-            curves[tuple(points)].append(key)
-        for points, marker in zip(sorted(curves, reverse=True), "osD^v<>PX*ph"):
-            axes.plot(times, points, marker=marker, label=" = ".join(curves[points]), lw=1.2)
-        axes.set(title=title, xlabel=f"micro-batches per rank (m/p), p = {p}", xticks=times)
-        axes.legend(fontsize=8)
+            made = [SCHEDULES[key](p, k * p) for k in times]
+            bubbles = [round(1 - simulate(lists).ideal / length(lists), 6) for lists in made]
+            curves[tuple(bubbles)].append(key)
+        for bubbles, marker in zip(sorted(curves, reverse=True), "osD^v<>PX*ph"):
+            axes.plot(times, bubbles, marker=marker, lw=1.2, label=" = ".join(curves[bubbles]))
+        axes.set(title=title, xlabel=f"micro-batches per rank, m/p, at p = {p}", xticks=times)
+        axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("bubble, share of the step")
     figure.savefig(f"{args.plot}_bubbles.png", dpi=120)
-    print(f"drew {args.plot}_gantt.png, _all.png, _bubbles.png")
-
-
-def predict(args):
-    """--list and --simulate: what needs no ranks."""
-    if args.list:
-        for name, generate in SCHEDULES.items():
-            bubble, of, peak, crossings, _ = FORMULAS[name]
-            print(f"{name:15}{inspect.getdoc(generate).splitlines()[0]}")
-            print(f"{'':15}bubble of the {of} {bubble}, holds {peak}, crosses {crossings}")
-        return
-    validate(args, args.ranks)
-    made = schedules(args, args.ranks)
-    timelines = {name: simulate(schedule, args.costs) for name, schedule in made.items()}
-    if args.json:
-        cells = {k: [[c.rank, [*map(show, c.ops)], c.start, c.end] for c in t.cells]
-                 for k, t in timelines.items()}  # fmt: skip
-        print(json.dumps(cells))
-        return
-    for name, timeline in timelines.items():
-        if picture := sketch(timeline):
-            print(f"{name}\n{picture}\n")
-    report(args, args.ranks)
+    print(f"drew {args.plot}_gantt.png, {args.plot}_all.png, {args.plot}_bubbles.png")
 
 
 def main(args, device):
     """Predict, prove, then draw or train; 0 if everything is as claimed."""
-    group = dist.group.WORLD
-    p, name = dist.get_world_size(group), args.schedule or "1f1b"
+    group, name = dist.group.WORLD, args.schedule or "1f1b"
+    p = dist.get_world_size(group)
     schedule = schedules(args, p)[name]
     say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
-    say(sketch(simulate(schedule, args.costs)) + "\n")
+    say(f"{name}\n{sketch(simulate(schedule))}\n")
     report(args, p, say)
-    say("\nsent: by all ranks together; held: saved in rank 0's blocks at most, formula by simulation")
+    say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
     broken = prove(list(proof(args, group, device)), device)
     if args.plot:
         plot(args, name, schedule, group)
@@ -1075,11 +1023,31 @@ def main(args, device):
     return broken
 
 
+def predict(args):
+    """--list and --simulate: all that needs no ranks."""
+    if args.list:
+        for name, generate in SCHEDULES.items():
+            bubble, of, peak, boundaries, _ = FORMULAS[name]
+            print(f"{name:15}{' '.join(generate.__doc__.split())}\n{'':15}"
+                  f"bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")  # fmt: skip
+        return
+    validate(args, args.ranks)
+    timelines = {k: simulate(made, args.costs) for k, made in schedules(args, args.ranks).items()}
+    if args.json:
+        rows = {k: [[c.rank, [show(*op) for op in c.ops], c.start, c.end] for c in t.cells]
+                for k, t in timelines.items()}  # fmt: skip
+        print(json.dumps(rows))
+        return
+    for name, timeline in timelines.items():
+        print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
+    report(args, args.ranks)
+
+
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    for flag in ("microbatches", "chunks", "layers"):
-        if (getattr(args, flag) or 1) < 1:
-            raise ValueError(f"--{flag} {getattr(args, flag)}: at least 1 is needed")
+    for flag in ("microbatches", "chunks"):
+        if (value := getattr(args, flag)) is not None and value < 1:
+            raise ValueError(f"--{flag} {value}: at least 1 is needed")
     if len(args.costs) != 4:
         raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm")
     if args.plot and not Path(args.plot).parent.is_dir():
@@ -1087,8 +1055,6 @@ def validate(args, ranks):
     read_text(args.text, at_least=65)
     for schedule in schedules(args, ranks).values():
         simulate(schedule, args.costs)
-        if args.layers:
-            build(n_stages(schedule), args.layers)
 
 
 # ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
@@ -1266,8 +1232,10 @@ def _rank(local, ranks, main, args, folder=None):
         dist.init_process_group("nccl" if on_gpu else "gloo", **given)
         code = main(args, device)
         dist.destroy_process_group()
-    except Exception:
-        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception as error:
+        lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
+        why = "lost another rank, which failed first" if lost else traceback.format_exc()
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
         os._exit(1)  # without farewell, so that the others see the connection close at once
     sys.exit(code)
 
@@ -1278,12 +1246,11 @@ if __name__ == "__main__":
     parser.add_argument("--microbatches", type=int, default=8, help="in a step")
     parser.add_argument("--chunks", type=int, help="stages per rank, where interleaved; default 2")
     parser.add_argument("--group", type=int, help="micro-batches per turn, where interleaved")
-    parser.add_argument("--limit", type=int, help="micro-batches a rank may hold, for zb-auto")
-    parser.add_argument("--layers", type=int, help="of the model; default: what every schedule cuts")
-    parser.add_argument("--costs", type=lambda text: tuple(map(float, text.split(","))),
-                        default=(1, 1, 1, 0), metavar="F,I,W,COMM")  # fmt: skip
+    parser.add_argument("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
+    parser.add_argument("--costs", default=[1, 1, 1, 0], metavar="F,I,W,COMM", help="to predict with",
+                        type=lambda text: [float(cost) for cost in text.split(",")])  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="predict, and start no ranks")
-    parser.add_argument("--json", action="store_true", help="with --simulate: every cell's times")
+    parser.add_argument("--json", action="store_true", help="with --simulate: each cell's times")
     parser.add_argument("--list", action="store_true", help="the schedules and their formulas")
     parser.add_argument("--plot", metavar="PREFIX", help="draw three pictures instead of training")
     args = parser.parse_args()
@@ -1292,5 +1259,4 @@ if __name__ == "__main__":
     try:
         predict(args)
     except ValueError as refused:
-        print(refused, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(print(refused, file=sys.stderr) or 2)
