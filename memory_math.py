@@ -70,7 +70,8 @@ def substituted(formula, names):
     tree = ast.parse(formula, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(names.get(node.id), (int, float)):
-            node.id = str(names[node.id])
+            value, short = names[node.id], f"{names[node.id]:g}"
+            node.id = short if float(short) == value and type(value) is float else str(value)
     return ast.unparse(tree)
 
 
@@ -1234,20 +1235,20 @@ def _split_bubble(schedule, p, m, v, costs, limit, form, unknown):
         half = p / 2 - 1 if schedule == "dualpipe" else q / 2
         note = "" if equal else "an estimate: exact only where F = I = W"
         return form(*[half * (F + 2 * I - W)] * 2, equal, note)
-    if schedule == "zb-h2" and m >= 2 * p - 1 and W <= F:
+    if schedule == "zb-h2" and m >= 2 * p - 1 and W <= F and 2 * c <= F + I:
         late = max(0, F + I - 2 * W + 2 * c)
         return form(q * max(F + c, late), q * late)
     if W <= min(F, I):
-        if schedule == "zb-h1" and (m >= 2 * p or not c):
+        if schedule == "zb-h1" and (not c or m >= 2 * p and 2 * c <= W):
             return form(*[q * (F + I - W + 4 * c)] * 2)
         if schedule == "interleaved-zb" and not c:
             return form(*[q * (F + I - W) / v] * 2)
         if schedule == "zb-auto":
             least = max(0, q * (I + 2 * c) + (p - limit) * F)
             return form(None, least, False, f"a lower bound, holding {limit} micro-batches")
-        if schedule == "zb-v" and m >= 2 * p and equal:
+        if schedule == "zb-v" and m >= 2 * p and equal and 4 * c <= F:
             return form(q * F / 2 + max(0, 5 * p - 7) * c, max(0, 6 * p - 8) * c)
-    return unknown("W no longer than F and I, more micro-batches or no communication are needed")
+    return unknown("W no longer than F and I, m >= 2p and shorter hops are needed")
 
 
 # ── compute, time and cost ───────────────────────────────────────────────────────────────────
@@ -1406,7 +1407,7 @@ def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
 
 _IN_CLAIMS = (
     zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, bubble, chinchilla_tokens,
-    training_flops, gpu_hours, training_days, mfu, hfu, lr_scale, hours_between_failures,
+    training_flops, gpu_hours, training_days, mfu, lr_scale, hours_between_failures,
 )  # fmt: skip
 
 
@@ -1432,21 +1433,20 @@ def guide_claims(section=None):
 
 
 def quantity(value, unit=""):
-    """A number with its unit as the guide writes it: decimal prefixes for bytes and rates."""
+    """A number, or a range [low, high], with its unit as the guide writes it: decimal prefixes."""
     if isinstance(value, list):
-        low, high = value
-        if high >= 1e9 and low and high / low > 1e4:
-            return f"at least {quantity(low, unit)}"
-        ends = [x.partition(" ") for x in (quantity(low, unit), quantity(high, unit))]
-        low = ends[0][0] if ends[0][2] == ends[1][2] else " ".join(ends[0]).replace("  ", " ")
-        return f"{'up' if value[0] == 0 else low} to {' '.join(ends[1]).replace('  ', ' ')}".strip()
+        low, high = (quantity(end, unit) for end in value)
+        if value[0] == 0:
+            return f"at most {high}"
+        number, _, rest = low.partition(" ")
+        same = high.endswith(rest)
+        return f"at least {low}" if value[1] >= 1e4 * value[0] else f"{number if same else low} to {high}"
     head, _, rest = unit.partition(" ")
-    if head in ("bytes", "bytes/s", "FLOP/s", "FLOPs", "bits/s"):
-        for prefix, size in ("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6):
-            if size <= abs(value) < 1000 * size:
-                short = head.replace("bytes", "B").replace("bits", "b")
-                return f"{value / size:.4g} {prefix}{short} {rest}".strip()
-    return f"{value:,.4g} {unit}".strip() if abs(value) < 1e4 else f"{value:,.0f} {unit}".strip()
+    short = {"bytes": "B", "bytes/s": "B/s", "bits/s": "b/s", "FLOP/s": "FLOP/s"}.get(head)
+    for prefix, size in ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6):
+        if short and size <= value < 1000 * size:
+            return f"{value / size:.4g} {prefix}{short} {rest}".strip()
+    return f"{value:,.0f} {unit}" if 1e4 <= value < 1e15 else f"{value:.4g} {unit}"
 
 
 # ── pictures ─────────────────────────────────────────────────────────────────────────────────
@@ -1703,9 +1703,9 @@ def run_guide(args):
         guide, here = (quantity(c[key], c["unit"]) for key in ("guide", "recomputed"))
         notes += [f"  line {c['lines'][0]}: {c['claim']}"]
         notes += [f"    guide {guide}; recomputed {here}; {c['verdict']}"]
-        notes += [f"    {c['formula']}" + f" = {put_in}" * (put_in != c["formula"])]
-        if c["verdict"] != "holds":
-            notes += textwrap.wrap(c["why"], 96, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        below = [c["formula"] + f" = {put_in}" * (put_in != c["formula"])]
+        for text in below + [c["why"]] * (c["verdict"] != "holds"):
+            notes += textwrap.wrap(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 4)
     holds = sum(claim["verdict"] == "holds" for claim in claims)
     return rows, [*notes, f"\n{len(claims)} claims: {holds} hold, {len(claims) - holds} do not"]
 

@@ -461,3 +461,772 @@ def test_published_activation_figures():
         assert sp == mm.megatron_activations(2048, 1, 12288, 96, tp, sp=True)
         alone = mm.total(mm.layer_activations(gpt3, replace(lo, tp=tp))) - 2 * 8 * 2048
         assert alone == mm.megatron_activations(2048, 1, 12288, 96, tp)
+
+
+def test_a_layer_of_transformers_as_it_is_written():
+    """The eager Llama layer of transformers keeps 24.517 times its hidden states."""
+    model, layout = preset("llama-3-8b"), Layout(seq=8192, norm="eager", mlp="eager")
+    kept = mm.total(mm.layer_activations(model, layout)) / (2 * 8192 * 4096)
+    assert abs(kept - 24.517) < 1e-3
+
+
+def test_the_eager_loss_really_peaks_at_twelve_bytes_a_logit():
+    """A tracker of live tensors sees log-probabilities, an fp32 copy and a gradient at once."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    T, V, h = 64, 4096, 8
+    head, x = (torch.randn(n, h).bfloat16().requires_grad_() for n in (V, T))
+    labels = torch.randint(V, (T,))
+    tracker = MemTracker()
+    with tracker:
+        nnf.cross_entropy((x @ head.T).float(), labels, reduction="sum").backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    rows = mm.saved_in(LLAMA, replace(BASE, batch=1, seq=T), "last", "loss peak")
+    formula = sum(4 * T * V * n for s in rows for n in [1, 2] if s.formula == f"{4 * n}*T*V")
+    assert formula == 12 * T * V and 0 <= peak - formula < 0.25 * formula
+
+
+# ── states ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_mem_02_bytes_per_parameter_with_their_names():
+    recipes = {"bf16": 16, "bf16-fp32grad": 18, "bf16-both": 20, "bf16-pure": 8, "fp32": 16}
+    recipes |= {"fp8": 15, "fp8-deepseek": 13, "bf16-sgd": 8}
+    assert {name: mm.zero_bytes(1, recipe=name) for name in mm.RECIPES} == recipes
+    assert mm.state_items(1) == {
+        "weights": 2,
+        "gradients": 2,
+        "fp32 master": 4,
+        "first moment": 4,
+        "second moment": 4,
+    }
+    assert "fp32 gradients" in mm.state_items(1, recipe="bf16-both")
+    assert not any("moment" in name for name in mm.state_items(1, recipe="bf16-sgd"))
+
+
+def test_zero_cuts_what_its_stage_says():
+    n = 7_000_000_001  # one more than divides: the shards are padded
+    shard = -(-n // 64)
+    assert mm.zero_bytes(n) == mm.zero_bytes(n, 64, 0) == 16 * n
+    assert mm.zero_bytes(n, 64, 1) == 4 * n + 12 * shard
+    assert mm.zero_bytes(n, 64, 2) == 2 * n + 14 * shard
+    assert mm.zero_bytes(n, 64, 3) == 16 * shard
+    assert mm.dim0_shard((10, 7), 4) == 3 * 7
+    for cut, rest in (1, 50), (2, 50 + 40):
+        saved = mm.zero_bytes(100, 1, recipe="bf16-both") - mm.zero_bytes(100, 100, cut, "bf16-both")
+        assert saved == {1: 12 * 99, 2: 18 * 99}[cut], rest
+
+
+def states(stage):
+    return {i.name: i.bytes for i in stage.moments["optimizer step"]}
+
+
+def test_a_rank_of_every_stage():
+    """A published stage: 10 layers of Llama-3-70B under tp 8 and FSDP 8 hold 133,713,920 elements."""
+    model = preset("llama-3-70b")
+    stages = mm.estimate(model, Layout(tp=8, pp=8, dp=8, zero=3, m=8))
+    assert [len(s.layers) for s in stages] == [11] + [10] * 6 + [11]
+    assert states(stages[1])["weights"] == 2 * 133_713_920
+    assert sum(s.params for s in stages) == mm.count_parameters(model) // 8 + 161 * 8192 * 7 // 8
+    whole = mm.estimate(model, Layout())[0]
+    assert whole.params == mm.count_parameters(model)
+    assert sum(states(whole).values()) == 16 * whole.params
+
+
+def test_experts_are_cut_over_their_own_replicas():
+    """tp 2 x dp 8, ep 4: a dense weight has 8 replicas, an expert 2 x 8 / 4 = 4."""
+    model, layout = preset("mixtral-8x7b"), Layout(tp=2, dp=8, ep=4, zero=1)
+    stage, kinds = mm.estimate(model, layout)[0], mm.parameters_by_kind(model)
+    expert, norm, router = kinds["expert"] // 4, kinds["norm"], kinds["router"]
+    dense = (mm.count_parameters(model) - kinds["expert"] - norm - router) // 2 + norm + router
+    assert stage.params == dense + expert
+    assert states(stage)["fp32 master"] == 4 * (dense // 8 + expert // 4)
+    hybrid = mm.estimate(model, replace(layout, shard=2))[0]
+    assert states(hybrid)["fp32 master"] == 4 * (dense // 2 + expert // 2)
+
+
+def test_a_router_bias_has_no_gradient():
+    v3 = preset("deepseek-v3")
+    stage = mm.estimate(v3, Layout())[0]
+    trained = mm.count_parameters(v3) - 58 * 256
+    assert states(stage)["gradients"] == 2 * trained
+    assert states(stage)["weights"] == 2 * trained + 4 * 58 * 256
+
+
+def test_tied_ends_on_different_ranks_are_two_copies():
+    model = preset("llama-3.2-1b")
+    table = model.vocab * model.hidden
+    assert mm.estimate(model, Layout())[0].params == mm.count_parameters(model)
+    assert sum(s.params for s in mm.estimate(model, Layout(pp=2, m=2))) - table == (
+        mm.count_parameters(model)
+    )
+    v = mm.estimate(model, Layout(pp=2, m=4, schedule="zb-v"))
+    assert sum(s.params for s in v) == mm.count_parameters(model) and v[0].layers[-1] == 16
+    twice = mm.estimate(model, Layout(pp=2, m=4, schedule="dualpipe"))
+    assert [s.params for s in twice] == [mm.count_parameters(model)] * 2
+
+
+# ── peaks ────────────────────────────────────────────────────────────────────────────────────
+
+
+def items(stage, moment):
+    return Counter({i.name: i.bytes for i in stage.moments[moment]})
+
+
+def test_mem_08_logits_are_on_the_last_stage_and_cut_by_tp():
+    model = replace(preset("qwen3-8b"), layers=8)
+    layout = Layout(batch=8, seq=4096, pp=4, m=4, recompute="full", loss="copies", zero=0)
+    stages = mm.estimate(model, layout)
+    logits = {s.name: s.bytes for s in mm.saved_in(model, layout, "last", "loss peak")}
+    assert round(logits["fp32 gradient"] / GiB, 2) == 18.55
+    assert round((logits["fp32 gradient"] + logits["logits and an fp32 copy"]) / GiB, 2) == 46.37
+    assert [s.moment == "loss" for s in stages] == [False, False, False, True]
+    assert mm.heaviest(stages).rank == 3
+    cut = mm.saved_in(model, replace(layout, tp=8), "last", "loss peak")
+    assert cut[-1].bytes * 8 == logits["fp32 gradient"]
+
+
+def test_mem_10_micro_batches_in_flight_and_gradients_that_do_not_grow():
+    flight = lambda schedule, m: [mm.in_flight(schedule, 4, m, rank=s) for s in range(4)]
+    assert flight("1f1b", 8) == [4, 3, 2, 1] and flight("1f1b", 2) == [2, 2, 2, 1]
+    assert flight("gpipe", 8) == [8] * 4 and flight("gpipe", 2) == [2] * 4
+    for schedule, ratio in ("gpipe", 4), ("1f1b", 1):
+        few, many = (
+            mm.estimate(LLAMA_8, Layout(pp=4, m=m, schedule=schedule))[0] for m in (4, 16)
+        )
+        held = lambda s: mm.grouped(s)["activations"]
+        assert held(many) == ratio * held(few)
+        assert states(many)["gradients"] == states(few)["gradients"]
+
+
+LLAMA_8 = replace(LLAMA, layers=8)
+
+
+def test_three_moments_of_a_rank():
+    layout = Layout(recompute="full", zero=3, dp=4, m=4)
+    stage = mm.estimate(LLAMA_8, layout)[0]
+    every = mm.total(mm.layer_activations(LLAMA_8, layout))
+    kept = mm.total(mm.kept_activations(LLAMA_8, layout))
+    back, loss = items(stage, "deepest backward"), items(stage, "loss")
+    assert list(stage.moments) == ["loss", "deepest backward", "optimizer step"]
+    assert back["one layer recomputed"] == every - kept
+    assert back["activations of 8 dense layers"] == loss["activations of 8 dense layers"] == 8 * kept
+    head = 512 * 64 + 64  # with the final norm; a layer of this model is smaller
+    unit = max(head, (mm.count_parameters(LLAMA_8) - head - 512 * 64) // 8)
+    assert back["gathered weights"] == 2 * 2 * unit == loss["gathered weights"]
+    assert back["unreduced gradients"] == 2 * unit and "unreduced gradients" not in loss
+    assert loss["fp32 logits and gradient"] == 8 * 4096 * 512
+    assert stage.peak == max(stage.bytes_at(moment) for moment in stage.moments)
+    assert sum(mm.grouped(stage).values()) == stage.peak
+    assert not any(i.name.startswith("activations") for i in stage.moments["optimizer step"])
+
+
+def test_overheads_stay_out_of_the_exact_bytes():
+    stage = mm.estimate(LLAMA_8, Layout())[0]
+    low, high = stage.overhead
+    assert 0 < low < high and stage.peak == sum(i.bytes for i in stage.moments[stage.moment])
+    assert stage.verdict(stage.peak + high) == "fits"
+    assert stage.verdict(stage.peak + high - 1) == "tight"
+    assert stage.verdict(stage.peak + low - 1) == "does not fit"
+
+
+def test_an_uneven_split_and_its_default():
+    assert sum(mm.split_layers(61, 16)) == 61 and mm.split_layers(5, 3) == [2, 2, 1]
+    split = mm.split_layers(126, 16)
+    assert sum(split) == 126 and split[0] == split[-1] == min(split) == 7 and max(split) == 8
+    given = mm.estimate(LLAMA_8, Layout(pp=4, m=4, stages=(1, 3, 3, 1)))
+    assert [len(s.layers) for s in given] == [2, 3, 3, 2]
+    chunks = mm.placed_layers(LLAMA_8, Layout(pp=2, v=2, schedule="interleaved", m=2))
+    assert chunks == [[-1, 0, 1, 4, 5], [2, 3, 6, 7, 8]]
+
+
+def test_remedies_are_estimates_of_their_own():
+    layout = Layout(dp=8, seq=4096)
+    found = mm.remedies(preset("llama-3-8b"), layout, 80 * GiB)
+    flags = {flag: peak for flag, peak, _ in found}
+    assert found[0][1] == min(flags.values())
+    for flag, change in ("--zero 3", dict(zero=3)), ("--recompute full", dict(recompute="full")):
+        again = mm.heaviest(mm.estimate(preset("llama-3-8b"), replace(layout, **change)))
+        assert flags[flag] == again.peak
+
+
+# ── what other calculators get wrong, each on its own inputs ─────────────────────────────────
+
+
+def test_gradients_are_cut_by_tp_and_pp_below_zero_2():
+    """EleutherAI cookbook: 263.1 GiB where 16.4 are right (70B, tp 8, pp 2, fp32 gradients)."""
+    stages = mm.estimate(preset("llama-3-70b"), Layout(tp=8, pp=2, m=2, recipe="bf16-fp32grad"))
+    mean = sum(states(s)["gradients"] for s in stages) / 2
+    assert round(mean / GiB, 1) == 16.4
+
+
+def test_zero_3_divides_once():
+    """EleutherAI cookbook divides by tp x pp and then by all GPUs."""
+    stages = mm.estimate(preset("llama-3-70b"), Layout(tp=8, pp=2, dp=4, m=2, zero=3))
+    everywhere = sum(states(s)["weights"] for s in stages) * 8 * 4
+    assert abs(everywhere / (2 * 70_553_706_496) - 1) < 1e-3
+
+
+def test_full_recompute_keeps_the_boundaries():
+    """EleutherAI cookbook: 34 GiB, which is selective; 2.0 are right (8B, 8192 tokens)."""
+    stage = mm.estimate(preset("llama-3-8b"), Layout(seq=8192, recompute="full"))[0]
+    blocks = items(stage, "deepest backward")["activations of 32 dense layers"]
+    assert blocks == 2 * GiB
+
+
+def test_learned_positions_only_where_the_model_has_them_and_the_ffn_width_counts():
+    kinds = lambda name: mm.parameters_by_kind(preset(name))["embedding"]
+    assert kinds("llama-3-8b") == 2 * 128256 * 4096 and kinds("gpt2") == (50257 + 1024) * 768
+    wide = replace(preset("llama-3-8b"), ffn=2 * 14336)
+    more = 6 * 32 * 3 * 4096 * 14336
+    assert mm.flops_per_token(wide, 8192) - mm.flops_per_token(preset("llama-3-8b"), 8192) == more
+
+
+def test_embeddings_lie_on_the_ends_and_not_everywhere():
+    """llm-analysis puts a full embedding on every stage, the cookbook smears it over them."""
+    model = preset("llama-3-8b")
+    first, *middle, last = mm.estimate(model, Layout(pp=4, m=4))
+    table = 128256 * 4096
+    assert {s.params for s in middle} == {first.params - table} == {last.params - table - 4096}
+
+
+def test_flops_of_experts_follow_top_k():
+    """llm-analysis ignores top-k."""
+    two, three = preset("mixtral-8x7b"), replace(preset("mixtral-8x7b"), top_k=3)
+    more = 6 * 32 * 3 * 4096 * 14336
+    assert mm.flops_per_token(three, 1) - mm.flops_per_token(two, 1) == more
+
+
+def test_selective_recompute_is_cheaper_than_full():
+    """llm-analysis has it the other way round; with flash attention it saves 4 A bytes a token."""
+    model, layout = preset("llama-3-8b"), Layout()
+    kept = {r: mm.total(mm.kept_activations(model, replace(layout, recompute=r)))
+            for r in ("none", "selective", "full")}  # fmt: skip
+    assert kept["none"] - kept["selective"] == 4096 * 4 * 32
+    assert kept["full"] == 2 * 4096 * 4096 < kept["selective"]
+
+
+def test_a_mixture_keeps_top_k_rows_per_token():
+    """Megatron-LM's estimator uses the dense formula: 18.9 GiB for Mixtral where 34.6 are right."""
+    model, layout = preset("mixtral-8x7b"), Layout(seq=4096)
+    sizes = {s.name: s.bytes for s in mm.layer_activations(model, layout)}
+    assert sizes["expert up"] == 2 * 2 * 4096 * 14336 == 2 * sizes["expert input"] * 14336 // 8192
+    dense = mm.total(mm.layer_activations(replace(model, experts=0), layout))
+    assert 1.7 < mm.total(mm.layer_activations(model, layout)) / dense < 2
+
+
+def test_context_parallelism_cuts_activations():
+    """Megatron-LM's estimator never reads it."""
+    one, four = (mm.layer_activations(LLAMA, Layout(seq=4096, cp=cp)) for cp in (1, 4))
+    assert mm.total(one) == 4 * mm.total(four)
+    far = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="all-gather", gather="keep"))
+    assert mm.total(far) - mm.total(four) == 3 * 2 * 1024 * 2 * 2 * 8
+    dealt = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="ulysses"))
+    assert mm.total(dealt) - mm.total(four) == 2 * 1024 * 8 * 8
+
+
+def test_the_heaviest_stage_may_be_in_the_middle():
+    """Megatron-LM's estimator looks at the first; of a DeepSeek-V3 layout it is not the heaviest."""
+    top = mm.heaviest(mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64)))
+    assert 0 < top.rank < 15
+    dual = Layout(pp=16, dp=128, ep=64, zero=1, m=64, schedule="dualpipev")
+    assert 0 < mm.heaviest(mm.estimate(preset("deepseek-v3"), dual)).rank < 15
+
+
+def test_the_first_layers_of_deepseek_are_dense_and_routers_count():
+    """SimuMax counts every layer as a mixture (701.0 B), and no router in Mixtral."""
+    v3 = preset("deepseek-v3")
+    assert round(mm.count_parameters(replace(v3, dense_layers=frozenset())) / 1e9) == 704
+    assert mm.parameters_by_kind(preset("mixtral-8x7b"))["router"] == 32 * 8 * 4096
+
+
+# ── layouts that cannot be ───────────────────────────────────────────────────────────────────
+
+REFUSED = [
+    (dict(tp=6), "--tp 6 does not divide 64 attention heads: use 1, 2, 4, 8, 16, 32 or 64"),
+    (dict(tp=0), "--tp 0: at least 1"),
+    (dict(pp=81), "has only 80 layers"),
+    (dict(pp=2, m=2, stages=(40, 41)), "2 numbers that sum to 80"),
+    (dict(pp=2, m=2, stages=(80,)), "2 numbers that sum to 80"),
+    (dict(ep=2), "--ep 2 does not divide 1 experts"),
+    (dict(dp=8, shard=3), "--shard 3 does not divide 8 dp x cp ranks"),
+    (dict(cp=2, seq=4098), "--seq 4098 does not divide into 4 pieces"),
+    (dict(tp=8, sp=True, seq=4092), "does not divide into 8 pieces"),
+    (dict(tp=8, cp=16, cp_variant="ulysses"), "--cp 16 does not divide 8 heads of a tp rank"),
+    (dict(schedule="1f1B"), "nearest are"),
+    (dict(pp=4, v=2), "1f1b does not take v = 2"),
+    (dict(pp=8, v=2, schedule="interleaved", m=17), "use a multiple of 8"),
+    (dict(pp=4, v=2, schedule="interleaved", m=3), "use a multiple of 4"),
+    (dict(pp=4, schedule="dualpipe", m=6), "needs 8 micro-batches or more, not 6"),
+    (dict(pp=3, schedule="dualpipe", m=8), "even"),
+    (dict(zero=4), "--zero"),
+    (dict(recompute="all"), "--recompute"),
+]
+
+
+@pytest.mark.parametrize("change, sentence", REFUSED, ids=lambda x: str(x)[:40])
+def test_a_layout_that_cannot_be_is_answered_by_a_sentence(change, sentence):
+    with pytest.raises(ValueError) as refused:
+        mm.estimate(preset("llama-3-70b"), replace(Layout(m=8), **change))
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_key_heads_may_be_fewer_than_tp_but_must_fit():
+    model = replace(LLAMA, heads=12, kv_heads=4, hidden=96, ffn=96)
+    assert mm.estimate(model, Layout(tp=12))[0].params > 0
+    with pytest.raises(ValueError, match="--tp 6 does not divide 4 key/value heads: use 1, 2 or 4"):
+        mm.estimate(model, Layout(tp=6))
+
+
+# ── traffic ──────────────────────────────────────────────────────────────────────────────────
+
+
+def by(transfers, *keys):
+    """Bytes sent, summed by the fields named."""
+    sums = Counter()
+    for x in transfers:
+        sums[tuple(getattr(x, key) for key in keys)] += x.sent
+    return dict(sums)
+
+
+def test_ring_factors():
+    assert mm.ring_all_reduce_bytes(800, 8) == 1400 and mm.ring_share_bytes(800, 8) == 700
+    assert mm.ring_all_reduce_bytes(800, 1) == 0
+
+
+def test_tensor_parallel_calls_of_a_layer():
+    """Counted in a run of Llama-3-70B: 2 gathers and 2 reduce-scatters of 134,217,728 bytes each
+    way. The guide's 160 all-reduces for 80 layers are 320: backward has as many as forward."""
+    calls = mm.tp_layer_traffic(8192, 8192, 8, sp=True, regather=False)
+    assert Counter({(x.phase, x.collective): x.count for x in calls}) == Counter(
+        {(phase, what): 2 for phase in ("forward", "backward") for what in SP}
+    )
+    assert {x.size for x in calls} == {134_217_728}
+    plain = mm.tp_layer_traffic(8192, 8192, 8)
+    assert 80 * sum(x.count for x in plain) == 320 and mm.sent(plain) == mm.sent(calls)
+    again = mm.tp_layer_traffic(8192, 8192, 8, sp=True)
+    assert mm.sent(again) - mm.sent(calls) == 2 * 7 / 8 * 134_217_728
+    redo = mm.tp_layer_traffic(8192, 8192, 8, recompute="full")
+    assert mm.sent(redo) == 1.25 * mm.sent(plain)  # one of two repeats: the last is not needed
+    assert mm.tp_layer_traffic(8192, 8192, 1) == []
+
+
+SP = ("all_gather", "reduce_scatter")
+
+
+def test_context_parallel_variants():
+    """Llama 3 405B, 16 ranks, 131,072 tokens: 503 MB of keys and values gathered in a layer."""
+    sizes = (131072, 128, 8, 128, 16)
+    gathered = mm.cp_traffic("all-gather", *sizes)
+    assert [round(x.sent / 1e6) for x in gathered] == [503] * 3
+    ring, ulysses = (by(mm.cp_traffic(v, *sizes), "phase") for v in ("ring", "ulysses"))
+    n, P, kv = 131072 // 16, 16, 8 * 128
+    assert ring["forward",] == 2 * (P - 1) * n * kv * 2 == gathered[0].sent
+    assert ring["backward",] == 2 * (P - 1) * n * kv * 2 + 2 * P * n * kv * 4
+    assert ulysses["forward",] == (P - 1) / P * n * 128 * (2 * 128 + 2 * 8) * 2
+    assert ulysses["forward",] == ulysses["backward",]
+    assert ulysses["forward",] / ring["forward",] == (16 + 1) / P  # less only where P > g + 1
+    with pytest.raises(ValueError, match="nearest are ring"):
+        mm.cp_traffic("rings", *sizes)
+
+
+def test_expert_traffic():
+    """The guide's example: 32,768 tokens to 2 experts, 8,192 wide, is 1 GiB; sent four times."""
+    calls = mm.ep_traffic(32768, 2, 8192, 8)
+    assert {x.size for x in calls} == {2**30} and sum(x.count for x in calls) == 4
+    assert mm.sent(calls) == 4 * 7 / 8 * 2**30
+    assert mm.sent(mm.ep_traffic(32768, 2, 8192, 8, recompute="full")) == 1.5 * mm.sent(calls)
+    uneven = mm.ep_traffic(100, 2, 16, 4, remote_rows=90)
+    assert round(mm.sent(uneven)) == 4 * 90 * 16 * 2
+    assert mm.ep_traffic(100, 2, 16, 1) == []
+
+
+def test_data_parallel_traffic_by_zero_stage():
+    P, n = 1_000_000, 8
+    unit = 2 * P * (n - 1) / n
+    at = lambda stage, **more: mm.sent(mm.zero_traffic(P, n, stage, **more))
+    assert [at(stage) / unit for stage in range(4)] == [2, 2, 2, 3]
+    assert [at(stage, m=4) / unit for stage in range(4)] == [2, 2, 5, 12]
+    assert at(0, recipe="bf16-fp32grad") == 2 * unit * 2
+    hybrid = by(mm.zero_traffic(P, n, 3, replicas=4), "collective")
+    assert hybrid["all_reduce",] == 2 * 3 / 4 * 2 * P / n
+    assert sum(x.count for x in mm.zero_traffic(P, n, 3)) == 3  # per layer: the guide counts 2
+    assert mm.zero_traffic(P, 1, 3) == []
+
+
+def test_pipeline_traffic():
+    size = 4096 * 64 * 2
+    for schedule, v, crossings in (("1f1b", 1, 3), ("interleaved", 2, 7), ("zb-v", 1, 6)):
+        whole = 4 * mm.sent(mm.pp_traffic(4096, 64, 4, 8, schedule, v))
+        assert whole == 2 * 8 * crossings * size == 2 * 8 * mm.pp_crossings(schedule, 4, v) * size
+    assert mm.sent(mm.pp_traffic(4096, 64, 4, 8, share=2)) == 2 * 8 * 3 * size / 4 / 2
+
+
+def test_a_whole_step_is_its_parts():
+    model = replace(MIXTRAL, layers=4)
+    layout = Layout(tp=2, pp=2, cp=2, dp=4, ep=4, m=4, seq=64, sp=True, zero=1)
+    found = by(mm.traffic(model, layout, 1), "axis")
+    tokens = 64 // 2
+    layer = mm.sent(mm.tp_layer_traffic(tokens, 64, 2, sp=True))
+    assert found["tp",] == 4 * (2 * layer + 2 * 3 * 4 * tokens / 2 + 3 * 2 * tokens * 64 / 2)
+    assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4))
+    assert found["cp",] == 4 * 2 * mm.sent(mm.cp_traffic("ring", 64, 4, 1, 8, 2))
+    assert found["pp",] == mm.sent(mm.pp_traffic(tokens, 64, 2, 4, share=2))
+    parts = mm.local_parameters(model, layout, [2, 3, 4])
+    dense, expert = (mm.group_size(parts, group) for group in ("dense", "expert"))
+    assert expert == 2 * 3 * 64 * 48 and layout.expert_replicas == 2 * 2 * 4 // 4
+    assert found["dp",] == mm.sent(mm.zero_traffic(dense, 8, 1)) + mm.sent(
+        mm.zero_traffic(expert, 4, 1)
+    )
+
+
+def test_times_name_the_slower_tier_and_count_the_steps():
+    net, layout = mm.Topology(node=8), Layout(tp=8, dp=2)
+    tp, dp = mm.Transfer("tp", "x", "all_reduce", 3, 8e9, 8), mm.Transfer("dp", "x", "send", 1, 5e10, 2)
+    assert not net.leaves_node(layout, "tp") and net.leaves_node(layout, "dp")
+    assert net.seconds(layout, tp) == pytest.approx(3 * (14e9 / 450e9 + 14 * 10e-6))
+    assert net.seconds(layout, dp) == pytest.approx(1 + 10e-6)
+
+
+# ── bubbles ──────────────────────────────────────────────────────────────────────────────────
+
+COSTS = [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (2, 1, 2, 0), (1, 1, 2, 0), (1, 1, 1, 0.1)]
+COSTS += [(2, 3, 1, 0.25), (1, 1, 1, 3)]
+GRID = [(p, n * p) for p in (2, 4, 8) for n in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("name", mm.SCHEDULES)
+def test_closed_forms_are_what_a_simulation_of_the_schedule_finds(name):
+    pp, exact, bounds = chapter("04_pp_schedules"), 0, 0
+    for p, m in GRID:
+        for v in (2, 3) if name in ("interleaved", "looped-bfs", "interleaved-zb") else (1,):
+            if name.startswith("dualpipe") and m < 2 * p:
+                continue
+            lists = pp.SCHEDULES[name](p, m, v) if v > 1 else pp.SCHEDULES[name](p, m)
+            peaks = pp.simulate(lists).peak
+            flight = [mm.in_flight(name, p, m, v, s) for s in range(p)]
+            assert all(f >= x - 1e-9 for f, x in zip(flight, peaks))
+            if m >= 2 * p and name != "zb-auto":
+                assert [float(f) for f in flight] == pytest.approx(peaks)
+            assert pp.simulate(lists).messages == 2 * m * mm.pp_crossings(name, p, v)
+            for costs in COSTS:
+                found, b = pp.simulate(lists, costs), mm.bubble(name, p, m, v, costs)
+                assert b.ideal == pytest.approx(found.ideal)
+                for formula, real in (b.makespan, found.makespan), (b.span, found.span):
+                    if formula is not None and b.exact:
+                        assert formula == pytest.approx(real), (p, m, v, costs)
+                        exact += 1
+                    elif formula is not None and "lower bound" in b.note:
+                        assert formula <= real + 1e-9
+                        bounds += 1
+    assert exact >= {"zb-v": 12, "zb-auto": 0, "dualpipe": 12, "dualpipev": 12}.get(name, 50)
+    assert bounds > 40 or name != "zb-auto"
+
+
+def test_both_definitions_and_both_normalisations():
+    h1, h2 = (mm.bubble(name, 4, 8) for name in ("zb-h1", "zb-h2"))
+    assert (h1.makespan, h1.span, h2.makespan, h2.span) == (27, 27, 27, 24)
+    gpipe, one = (mm.bubble(name, 4, 8) for name in ("gpipe", "1f1b"))
+    assert gpipe.makespan == one.makespan == 33
+    assert one.ratio == 3 / 8 and one.fraction == 3 / 11 == one.span_fraction
+    assert one.fraction == pytest.approx(one.ratio / (1 + one.ratio))
+    assert mm.bubble("interleaved", 4, 8, 2).idle == one.idle / 2
+    assert h1.idle == one.idle / 3 and h2.span_fraction == 0 == h2.span_ratio
+    unknown = mm.bubble("zb-v", 4, 8, costs=(1, 2, 1, 0))
+    assert unknown.ratio is unknown.span is unknown.fraction is None and not unknown.exact
+
+
+# ── compute ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_mem_01_mfu_names_its_peak():
+    dense, sparse = mm.peak_flops("h100"), mm.peak_flops("h100", sparse=True)
+    assert round(480e12 / dense, 3) == 0.485 and round(480e12 / sparse, 3) == 0.243
+    assert (mm.peak_flops("h100-pcie"), mm.peak_flops("h100-nvl")) == (756e12, 835e12)
+    flops = mm.training_flops(7e10, 16_384_000)
+    assert round(mm.mfu(flops, 13.5 * 3600, 16, mm.peak_flops("a100")), 4) == 0.0284
+    with pytest.raises(ValueError, match="nearest are h100"):
+        mm.peak_flops("h1000")
+    with pytest.raises(ValueError, match="precision of a100"):
+        mm.peak_flops("a100", "fp8")
+
+
+def test_an_mfu_above_one_is_refused():
+    """The guide's fine-tune: 5,000 tokens/s a GPU of a 70B model would be 212 % of an H100."""
+    with pytest.raises(ValueError, match="MFU 212%: impossible"):
+        mm.mfu(mm.training_flops(70e9, 5000), 1, 1, mm.peak_flops("h100"))
+    with pytest.raises(ValueError, match="MBU 120%"):
+        mm.mbu(1.2e12, 1, 1e12)
+    assert mm.mfu(1.0, 1, 1, 1.0) == 1 and mm.mbu(1, 2, 1) == 0.5
+
+
+def test_mem_03_attention_flops_by_convention():
+    full, causal = (mm.attention_flops(32, 32, 128, 4096, causal) for causal in (False, True))
+    assert full == 12 * 32 * 4096 * 4096 and round(full / 1e9, 3) == 6.442
+    assert full == 2 * causal
+
+
+def test_flops_of_one_run_by_convention():
+    """Llama-3-8B at 8,192 tokens: four published conventions, four numbers."""
+    flops = {c: mm.flops_per_token(preset("llama-3-8b"), 8192, c) for c in mm.CONVENTIONS}
+    assert {c: float(f"{x:.2e}") for c, x in flops.items()} == {
+        "6N": 4.82e10,
+        "causal": 5.15e10,
+        "full": 5.79e10,
+        "palm": 6.11e10,
+    }
+    tied = preset("llama-3.2-1b")  # its one table multiplies as the head
+    assert mm.flops_per_token(tied, 1, "full") == mm.flops_per_token(tied, 1, "palm")
+
+
+def test_flops_are_what_torch_counts():
+    """Forward and backward of a block with the plain attention: 6 a parameter and the scores."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    block = Block(LLAMA, replace(BASE, attention="unfused", recipe="fp32"))
+    block.cos = torch.randn(32, 8)
+    x = torch.randn(2, 32, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        block(x).sum().backward()
+    matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+    assert counter.get_total_flops() == 64 * (6 * matrices + mm.attention_flops(1, 8, 8, 32))
+
+
+def test_hours_days_batches():
+    flops = mm.training_flops(70e9, mm.chinchilla_tokens(70e9))
+    assert flops == 5.88e23
+    assert round(mm.gpu_hours(flops, 700e12)) == 233_333
+    assert round(mm.training_days(flops, 64, 700e12)) == 152
+    assert mm.hfu(0.45, "full") == pytest.approx(0.6) and mm.hfu(0.45) == 0.45
+    assert mm.effective_batch(Layout(batch=2, seq=4096, m=8, dp=16, tp=8)) == 2 * 4096 * 8 * 16
+    assert mm.lr_scale(4) == 2 and mm.lr_scale(4, "linear") == 4
+
+
+def test_failures():
+    assert round(mm.hours_between_failures(10_000), 2) == 5.07
+    assert mm.hours_between_failures(16_384) == 54 * 24 / 419
+    for save, mtbf in (60, 18000), (5, 1e6):
+        best = min(range(100, 60000, 10), key=lambda x: mm.lost_share(x, save, mtbf))
+        assert abs(best - mm.young_interval(save, mtbf)) <= 10
+    # Daly's interval is the minimum of the exact expected time, exp((tau + save)/M) - 1 over tau
+    exact = lambda tau, save, mtbf: math.expm1((tau + save) / mtbf) / tau
+    best = min(range(1, 4000), key=lambda tau: exact(tau, 400, 2000))
+    assert abs(mm.daly_interval(400, 2000) / best - 1) < 0.01
+    assert abs(mm.young_interval(400, 2000) / best - 1) > 0.2
+    assert mm.daly_interval(5000, 2000) == 2000
+
+
+def test_offload():
+    assert mm.offload_bytes(800, 8) == {"gradients out": 200, "weights in": 200}
+    nvme = mm.offload_bytes(800, 8, tier="nvme")
+    assert nvme["optimizer read"] == nvme["optimizer written"] == 1200
+    assert mm.offload_bytes(8, 8, "bf16-both", "nvme")["optimizer read"] == 12
+
+
+# ── the guide ────────────────────────────────────────────────────────────────────────────────
+
+AUDIT = json.loads((ROOT / "tests/data/guide_claims.json").read_text())
+ARITHMETIC = {row["id"]: row for row in AUDIT if row["verdict"] != "empirical"}
+
+
+def test_every_claim_of_the_guide_is_recomputed():
+    claims = {claim["id"]: claim for claim in mm.guide_claims()}
+    assert claims.keys() == ARITHMETIC.keys() and len(claims) >= 300
+    for name, claim in claims.items():
+        assert claim["recomputed"] == pytest.approx(ARITHMETIC[name]["computed"], rel=1e-6), name
+        for key in "inputs guide verdict section unit lines why source".split():
+            assert claim[key] == ARITHMETIC[name][key], name
+
+
+def test_no_answer_is_stored_and_the_module_does_the_arithmetic():
+    claims = json.loads(mm.GUIDE.read_text())
+    assert not any("computed" in claim for claim in claims)
+    ours = [f.__name__ for f in mm._IN_CLAIMS]
+    used = Counter(name for claim in claims for name in ours if name + "(" in claim["formula"])
+    assert set(used) == set(ours) and sum(used.values()) > 60
+
+
+def test_claims_follow_their_inputs():
+    """Twice the parameters, twice the FLOPs: an expression, not a number."""
+    claim = next(c for c in mm.guide_claims() if c["id"] == "cap-70b-flops")
+    known = {f.__name__: f for f in mm._IN_CLAIMS}
+    double = claim["inputs"] | {"params": 2 * claim["inputs"]["params"]}
+    assert mm.evaluate(claim["formula"], known | double) == 2 * claim["recomputed"]
+
+
+def test_verdicts_fit_the_ratios():
+    """What holds is within 10 % or in its range; what rounds is within 30 %, and not within 10."""
+    for claim in mm.guide_claims():
+        found, said = claim["recomputed"], claim["guide"]
+        low, high = said if isinstance(said, list) else (said, said)
+        if claim["verdict"] == "holds":
+            assert 0.9 * low <= found <= 1.1 * high + 1e-12, claim["id"]
+        if claim["verdict"] == "rounding":
+            assert 0.69 * low <= found <= 1.31 * high, claim["id"]
+
+
+@pytest.mark.parametrize(
+    "formula", ["__import__('os')", "f.__class__", "[1]", "(lambda: 1)()", "x := 1", "{1}", "'a' + 1"]
+)
+def test_a_formula_is_arithmetic_and_nothing_else(formula):
+    with pytest.raises((ValueError, SyntaxError, NameError, TypeError)):
+        mm.evaluate(formula, {"f": max})
+
+
+def test_numbers_are_shown_as_the_guide_writes_them():
+    assert mm.quantity(2.8e11, "bytes") == "280 GB"
+    assert mm.quantity(1.12e12, "bytes per GPU") == "1.12 TB per GPU"
+    assert mm.quantity([50e9, 500e9], "bytes") == "50 to 500 GB"
+    assert mm.quantity([0, 80e9], "bytes") == "at most 80 GB"
+    assert mm.quantity([1, 1e9], "x") == "at least 1 x"
+    assert mm.quantity(23_000, "GPU-hours") == "23,000 GPU-hours"
+    assert mm.quantity(0.26515, "fraction") == "0.2652 fraction"
+    assert mm.quantity(5.88e23, "FLOPs") == "5.88e+23 FLOPs"
+
+
+# ── the command line ─────────────────────────────────────────────────────────────────────────
+
+COMMANDS = [
+    "params --model mixtral-8x7b",
+    "params --model gpt2 --explain",
+    "estimate --model llama-3-70b --tp 8 --sp --pp 4 --dp 8 --zero 1 --m 16 --explain",
+    "estimate --model deepseek-v3 --pp 16 --dp 128 --ep 64 --zero 1 --m 64",
+    "estimate --versus=--zero_3",
+    "traffic --model mixtral-8x7b --ep 8 --dp 8 --pp 2 --m 4 --cp 2 --tp 2",
+    "traffic",
+    "bubble --schedule zb-h2 --p 4 --m 8",
+    "bubble --schedule zb-auto --costs 1,2,1,0.1",
+    "compute --model llama-3-70b --tokens 1.4e12 --gpus 64 --gpu h100 --mfu 0.4 --price 3",
+    "compute --hours 20000 --sparse",
+    "guide",
+    "guide bottom",
+    "guide --wrong",
+    "failures",
+    "failures --gpus 8 --save 300",
+    "offload --dp 8 --model llama-3-70b",
+    "worksheet --model llama-3-70b --tp 8 --pp 2 --dp 8 --zero 1 --m 8",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_text_and_data(command, capsys):
+    words = [word.replace("_", " ") for word in command.split()]
+    assert mm.main(words) == 0
+    text = capsys.readouterr().out
+    assert mm.main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["rows"] and "unknown" not in text or "zb-auto" in text
+    assert len(text.splitlines()) >= 2 and all(len(x) <= 200 for x in text.splitlines())
+
+
+def answered(capsys, *words):
+    assert mm.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_the_commands_say(capsys):
+    assert "8,030,261,248" in answered(capsys, "params", "--model", "llama-3-8b")
+    text = answered(capsys, "estimate", "--explain", "--seq", 8192)
+    assert "8030261248 dense * 4" in text and "32 in flight" not in text
+    assert "T*h*e//u = 8192 * 4096 * 2 // 1" in text
+    assert "does not fit" in text and "--zero" not in text.split("what one change")[1]
+    wrong = answered(capsys, "guide", "capacity", "--wrong")
+    assert "5.88e+23" in wrong and "Off by 10x" in wrong and "; holds" not in wrong
+    every = answered(capsys, "guide")
+    assert "320 claims: 148 hold, 172 do not" in every
+    order = [int(x.split()[1][:-1]) for x in every.splitlines() if x.startswith("  line ")]
+    assert order == sorted(order)
+    assert "MFU 2.84% by 6N" in answered(
+        capsys, *"compute --model llama-3-70b --tokens 16.256e6 --gpus 16 --gpu a100".split(),
+        "--hours", 13.5,
+    )  # fmt: skip
+    both = json.loads(answered(capsys, "estimate", "--versus", "--dp 8 --zero 3", "--json"))["rows"]
+    assert [row["layout"] for row in both] == ["first", "second"] and both[0]["bytes"] > both[1]["bytes"]
+
+
+WRONG = [
+    ("params --model lama-3-8b", "nearest are llama-3-8b"),
+    ("params --config nowhere.json", "--config nowhere.json"),
+    ("estimate --tp 6", "--tp 6 does not divide"),
+    ("estimate --pp 64 --m 64", "only 32 layers"),
+    ("estimate --zero 5", "--zero"),
+    ("estimate --stages a,b --pp 2", "--stages"),
+    ("estimate --versus=--tp_5", "--tp 5 does not divide"),
+    ("estimate --versus=--nothing", "--nothing"),
+    ("traffic --ep 3", "--ep 3 does not divide 1 experts"),
+    ("bubble --schedule zbh", "nearest are"),
+    ("bubble --costs 1,2", "--costs"),
+    ("bubble --p 0", "--p"),
+    ("compute --gpu h1oo", "nearest are h100"),
+    ("compute --mfu 1.5", "impossible"),
+    ("compute --tokens -1", "--tokens"),
+    ("compute --convention 8N", "nearest are"),
+    ("guide nonsensical", "section of the guide"),
+    ("plot memory --out /nowhere/x.png", "/nowhere/x.png"),
+    ("plot memory --out x.nothing", "x.nothing"),
+    ("failures --mtbf 0", "--mtbf"),
+]
+
+
+@pytest.mark.parametrize("command, sentence", WRONG)
+def test_wrong_input_is_a_sentence_and_status_2(command, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = mm.main([word.replace("_", " ") for word in command.split()])
+        lines = 1
+    except SystemExit as left:  # argparse: its usage, then its sentence
+        status, lines = left.code, None
+    error = capsys.readouterr().err
+    assert status == 2 and sentence in error and "Traceback" not in error
+    assert lines is None or error.count("\n") == lines
+
+
+def test_a_config_file(tmp_path, capsys):
+    parameters, config = CONFIGS["SmolLM2-135M"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert f"{parameters:,}" in answered(capsys, "params", "--config", path)
+    for text in "{", "[]", json.dumps(config | {"vocab_size": None}):
+        path.write_text(text)
+        assert mm.main(["params", "--config", str(path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", mm.PLOTS)
+def test_a_picture_is_drawn(what, tmp_path, capsys):
+    out = tmp_path / "x.png"
+    layout = "--model mixtral-8x7b --tp 2 --pp 4 --dp 4 --ep 4 --m 8 --cp 2".split()
+    assert what in answered(capsys, "plot", what, "--out", out, *layout)
+    assert out.stat().st_size > 10_000
+
+
+def test_alone_in_an_empty_folder_it_runs_and_the_guide_is_missed(tmp_path):
+    alone = tmp_path / "memory_math.py"
+    alone.write_text((ROOT / "memory_math.py").read_text())
+    done = run_script(alone, "estimate", "--model", "llama-3-70b", cwd=tmp_path)
+    assert done.returncode == 0 and "what one change does" in done.stdout
+    done = run_script(alone, "guide", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "memory_math_guide.json" in done.stderr
+
+
+def test_it_needs_no_torch():
+    code = "import sys, memory_math as mm; mm.main(['estimate']); print(sorted(sys.modules))"
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "memory_math" in done.stdout
+    assert not any(f"'{name}'" in done.stdout for name in ("torch", "numpy", "matplotlib"))
+
+
+def test_an_estimate_takes_less_than_50_ms():
+    """Of this process's own time, with nothing cached."""
+    best = math.inf
+    for _ in range(3):
+        for cached in (mm.weights, mm._by_layer, mm.saved_in, mm.symbols, mm._compiled, mm.preset):
+            cached.cache_clear()
+        start = time.process_time()
+        mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64))
+        best = min(best, time.process_time() - start)
+    assert best < 0.05
