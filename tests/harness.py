@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -123,23 +124,34 @@ def _stack(process, said):
 
 
 def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
-    """Run a script as its user does: by `python`, or by torchrun with that many ranks.
-
-    Returns the CompletedProcess, its output as text. Nothing that it started outlives the call.
+    """Run a script as its user does: by `python`, or by torchrun with that many ranks, or with the
+    flags in a list. Returns the CompletedProcess; nothing that it started, or wrote where
+    temporary files go, outlives the call.
     """
-    command = [sys.executable]
-    if torchrun:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", torchrun]
-    command = [*map(str, command), str(script), *map(str, args)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    with subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    with start_script(script, *args, torchrun=torchrun, cwd=cwd, **env) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            raise AssertionError(f"{command} ran past {timeout} s\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+            raise AssertionError(f"{process.args} ran past {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def start_script(script, *args, torchrun=0, cwd=ROOT, **env):
+    """The Popen of a script, in a session of its own that ends with the block."""
+    if isinstance(torchrun, int):
+        torchrun = ["--standalone", "--nproc-per-node", torchrun] if torchrun else []
+    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+    command = [str(word) for word in (sys.executable, *launcher, script, *args)]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder, **env}
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        with process:
+            yield process
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,15 +1,13 @@
 """The launch kit: what the ledger counts, what a wrong row looks like, and how a run may end."""
 
-import os
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script, start_script
 
 kit = chapter("01_dp")
 CPU = torch.device("cpu")
@@ -167,13 +165,11 @@ def test_torchrun_says_which_rank_raised(script):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_ranks_that_meet_anew(script, tmp_path):
+def test_torchrun_restarts_ranks_that_meet_anew(script):
     """gloo's addresses of the attempt before are still in torchrun's store."""
     body = "(os.environ['TORCHELASTIC_RESTART_COUNT'] == '2') or os._exit(1)"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "--max-restarts", "2", script(body)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    torchrun = ["--standalone", "--nproc-per-node", 4, "--max-restarts", 2]
+    done = run_script(script(body), torchrun=torchrun)
     assert done.returncode == 0, done.stderr
 
 
@@ -181,18 +177,14 @@ def test_torchrun_restarts_ranks_that_meet_anew(script, tmp_path):
 def test_two_agents_meet_on_the_loopback_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += [str(ROOT / "01_dp.py"), "--steps", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [
-        subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    printed = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0]
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d"]
+    agent = partial(
+        start_script, ROOT / "01_dp.py", "--steps", 2, torchrun=[*flags, "--rdzv-endpoint", meeting]
+    )
+    with agent() as one, agent() as other:
+        printed = [process.communicate(timeout=120)[0] for process in (one, other)]
+    assert [one.returncode, other.returncode] == [0, 0]
     assert sum("on every rank" in text for text in printed) == 1
 
 

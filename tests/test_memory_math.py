@@ -609,7 +609,7 @@ def test_three_moments_of_a_rank():
     kept = mm.total(mm.kept_activations(LLAMA_8, layout))
     back, loss = items(stage, "deepest backward"), items(stage, "loss")
     assert list(stage.moments) == ["loss", "deepest backward", "optimizer step"]
-    assert back["one layer recomputed"] == every - kept
+    assert back["one layer recomputed"] == every - kept == mm.total(mm.recomputed(LLAMA_8, layout))
     assert back["activations of 8 dense layers"] == loss["activations of 8 dense layers"] == 8 * kept
     head = 512 * 64 + 64  # with the final norm; a layer of this model is smaller
     unit = max(head, (mm.count_parameters(LLAMA_8) - head - 512 * 64) // 8)
@@ -619,6 +619,18 @@ def test_three_moments_of_a_rank():
     assert stage.peak == max(stage.bytes_at(moment) for moment in stage.moments)
     assert sum(mm.grouped(stage).values()) == stage.peak
     assert not any(i.name.startswith("activations") for i in stage.moments["optimizer step"])
+
+
+def test_what_comes_back_while_the_core_is_recomputed():
+    """Probabilities, and the keys and values repeated for every head; with flash, 4 bytes a row."""
+    layout = Layout(seq=64, attention="unfused", recompute="selective")
+    names = {s.name: s.bytes for s in mm.recomputed(LLAMA, layout)}
+    assert names == {"probabilities": 2 * 8 * 64 * 64} | {
+        f"{x} of every head": 2 * 64 * 8 * 8 for x in "kv"
+    }
+    flash = mm.recomputed(LLAMA, replace(layout, attention="flash"))
+    assert [(s.name, s.bytes) for s in flash] == [("log-sum-exp", 4 * 64 * 8)]
+    assert mm.recomputed(LLAMA, replace(layout, recompute="none")) == ()
 
 
 def test_overheads_stay_out_of_the_exact_bytes():
@@ -1080,7 +1092,7 @@ def test_numbers_are_shown_as_the_guide_writes_them():
     assert mm.quantity([0, 80e9], "bytes") == "at most 80 GB"
     assert mm.quantity([1, 1e9], "x") == "at least 1 x"
     assert mm.quantity(23_000, "GPU-hours") == "23,000 GPU-hours"
-    assert mm.quantity(0.26515, "fraction") == "0.2652 fraction"
+    assert mm.quantity(0.26517, "fraction") == "0.2652 fraction"
     assert mm.quantity(5.88e23, "FLOPs") == "5.88e+23 FLOPs"
 
 
