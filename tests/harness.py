@@ -133,8 +133,8 @@ def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            raise AssertionError(f"{process.args} ran past {timeout} s\n{out}\n{err}") from None
+            said = "\n".join(process.communicate())
+            raise AssertionError(f"{process.args} ran past {timeout} s\n{said}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -152,6 +152,8 @@ def start_script(script, *args, torchrun=0, cwd=ROOT, **env):
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         with process:
-            yield process
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                yield process
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)

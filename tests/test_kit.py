@@ -1,5 +1,6 @@
 """The launch kit: what the ledger counts, what a wrong row looks like, and how a run may end."""
 
+import random
 import socket
 import time
 from functools import partial
@@ -175,8 +176,8 @@ def test_torchrun_restarts_ranks_that_meet_anew(script):
 
 @pytest.mark.slow
 def test_two_agents_meet_on_the_loopback_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.socket() as free:  # below the ports that any connection may be given meanwhile
+        free.bind(("127.0.0.1", random.randrange(10_000, 15_000)))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     flags = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d"]
     agent = partial(
