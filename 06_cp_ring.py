@@ -70,14 +70,14 @@ __all__ = [
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 
 
-def causal_attention(q_BSHd, k_BSKd, v_BSKd, documents_BS=None):
+def causal_attention(q_BSHd, k_BSKd, v_BSKd, documents=None):
     """Full attention on one process, all scores in memory: (B, S, H, d), causal, query head i on
     key/value head i // (H/K), inside a document where documents are given."""
     group, S = q_BSHd.shape[2] // k_BSKd.shape[2], q_BSHd.shape[1]
     k_BSHd, v_BSHd = (x.repeat_interleave(group, dim=2) for x in (k_BSKd, v_BSKd))
     visible = torch.ones(S, S, dtype=torch.bool, device=q_BSHd.device).tril()
-    if documents_BS is not None:
-        visible = visible & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+    if documents is not None:  # (B, S)
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
     scores = torch.einsum("bqhd,bkhd->bhqk", q_BSHd, k_BSHd) / math.sqrt(q_BSHd.shape[-1])
     probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", probs, v_BSHd)
@@ -558,102 +558,489 @@ def ulysses_ring_attention(q, k, v, group, ring_group, layout="zigzag", document
 # ── proof ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Case:
-    """Queries, keys and values of whole sequences, the same on every rank, and what the twin
-    makes of them: `expected`, the output and dq, dk, dv for given gradients of the output."""
-
-    def __init__(self, S, H, K, device, packed=False, d=8, B=2, logit=0.0):
-        draw = torch.Generator().manual_seed(0)
-        sizes = (B, S, H, d), (B, S, K, d), (B, S, K, d), (B, S, H, d)
-        *qkv, self.d_out = (
-            torch.randn(size, generator=draw, dtype=torch.float64).to(device) for size in sizes
-        )
-        if logit:  # every score of the later half of the keys moves to about this
-            qkv[0][..., 0], qkv[1][:, S // 2 :, :, 0] = math.sqrt(d), logit
-        borders = torch.rand(B, S, generator=draw) < 4 / S
-        self.documents = borders.cumsum(1).to(device) if packed else None
-        self.qkv = [x.requires_grad_() for x in qkv]
-        out = causal_attention(*self.qkv, self.documents)
-        gradients = torch.autograd.grad(out, self.qkv, self.d_out)
-        self.expected = [out.detach(), *gradients]
-
-    def run(self, attend, cut):
-        """Attend on this rank's part. Returns what should be as expected, bytes sent, and kept."""
-        q, k, v = (cut(x.detach(), fill=1e3).requires_grad_() for x in self.qkv)  # odd padding
-        with Ledger() as ledger:
-            with kept_bytes() as kept:
-                out = attend(q, k, v)
-            out.backward(cut(self.d_out))
-        real = cut(torch.ones_like(self.d_out[..., :1, :1])) == 1
-        found = out.detach().where(real, 0), q.grad, k.grad, v.grad
-        return found, sum(ledger.sent.values()), sum(kept.values())
-
-    def error(self, found, cut):
-        return max(relative_error(x, cut(y)) for x, y in zip(found, self.expected))
-
-
 @contextmanager
 def kept_bytes():
-    """Bytes of each storage that autograd keeps for backward while this is open."""
+    """{storage: bytes} of all that autograd keeps for backward while this is open."""
     kept = {}
     keep = lambda x: kept.update({x.untyped_storage()._cdata: x.untyped_storage().nbytes()}) or x
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         yield kept
 
 
+class Case:
+    """Whole sequences, the same on every rank, and what the twin makes of them: `expected`, the
+    output and dq, dk, dv. With `logit`, that is added to all scores of the later half's keys."""
+
+    def __init__(self, S, H, K, device, packed=False, logit=0.0, d=8, B=2):
+        draw = torch.Generator().manual_seed(0)
+        normal = partial(torch.randn, generator=draw, dtype=torch.float64)
+        q, k, v, self.d_out = (normal(B, S, heads, d) for heads in (H, K, K, H))
+        if logit:
+            q[..., 0], k[..., 0] = logit * math.sqrt(d), (torch.arange(S) >= S // 2)[:, None]
+        documents_BS = (torch.rand(B, S, generator=draw) < 4 / S).cumsum(1).to(device)
+        self.documents = documents_BS if packed else None
+        self.qkv = [x.to(device).requires_grad_() for x in (q, k, v)]
+        self.d_out = self.d_out.to(device)
+        out = causal_attention(*self.qkv, self.documents)
+        self.expected = [out.detach(), *torch.autograd.grad(out, self.qkv, self.d_out)]
+
+    def run(self, attend, cut):
+        """Attend on this rank's part, padded with 1000s. Returns the output and gradients found,
+        the largest error, bytes sent, and bytes kept for backward."""
+        q, k, v = (cut(x.detach(), fill=1e3).requires_grad_() for x in self.qkv)
+        with Ledger() as ledger:
+            with kept_bytes() as kept:
+                out = attend(q, k, v, documents=self.documents)
+            out.backward(cut(self.d_out))
+        out = out.detach() * cut(torch.ones_like(self.d_out))  # whatever padding got is dropped
+        found = [out, q.grad, k.grad, v.grad]
+        error = max(relative_error(x, cut(y)) for x, y in zip(found, self.expected))
+        return found, error, sum(ledger.sent.values()), sum(kept.values())
+
+
 def two_groups(n, patience):
     """This rank's Ulysses group, of neighbours, and its ring, as near to square as n allows."""
     u = max(u for u in range(1, n + 1) if n % u == 0 and u * u <= n)
     grid, mine = torch.arange(n).view(n // u, u), []
-    for lines in (grid, grid.T):
-        for line in lines.tolist():
-            group = dist.new_group(line, timeout=timedelta(seconds=patience))
-            mine += [group] if dist.get_rank() in line else []
+    for ranks in (*grid.tolist(), *grid.T.tolist()):  # in this order on every rank
+        group = dist.new_group(ranks, timeout=timedelta(seconds=patience))
+        mine += [group] if dist.get_rank() in ranks else []
     return mine
 
 
-def attention_rows(group, groups, device):
-    """Every way of attending, beside the twin, on a length that nothing divides."""
-    n, B, d, K = dist.get_world_size(group), 2, 8, 2
-    H, S = 4 * n, 16 * n + 3
-    cases = [Case(S, H, K, device, packed) for packed in (False, True)]
-    u, m = (dist.get_world_size(part) for part in groups)
+def attention_rows(group, pair, device, B=2, K=2, d=8):
+    """Every way to attend, beside the twin, on a length that no layout divides."""
+    n, u, m = (dist.get_world_size(some) for some in (group, *pair))
+    S, H = 16 * n + 3, 4 * n
+    plain, packed = (Case(S, H, K, device, packed) for packed in (False, True))
+    high, low = (Case(S, H, K, device, logit=logit) for logit in (1e4, -1e4))
+    # in heads of this rank's tokens; key/value heads are sent and kept in pairs
+    around = lambda n, K: (2 * (n - 1) + 2 * (n - 1) + 2 * n) * K if n > 1 else 0
+    traded = lambda n, K: 2 * (n - 1) / n * (2 * H + 2 * K)
+    Kn, Ku = math.lcm(K, n), math.lcm(K, u)
+    ring, gather, ulysses = (
+        {layout: (partial(f, group=group, layout=layout), partial(shard, group=group, layout=layout))
+         for layout in ("contiguous", "zigzag", "striped")}
+        for f in (ring_attention, all_gather_attention, ulysses_attention)
+    )  # fmt: skip
+    both = partial(ulysses_ring_attention, group=pair[0], ring_group=pair[1])
+    outer = partial(shard, group=pair[1], inner=u)
+    inner = lambda x, fill=0: shard(outer(x, fill=fill), pair[0], "contiguous", fill)
+    claims = [  # name, attention and sharding, case, heads sent, key/value heads kept
+        *((f"ring, {layout}", ring[layout], plain, around(n, K), K) for layout in ring),
+        ("ring, zigzag, written out", ring["zigzag"], plain, around(n, K), K),
+        ("ring, zigzag, packed documents", ring["zigzag"], packed, around(n, K), K),
+        ("ring, zigzag, scores of 10,000", ring["zigzag"], high, around(n, K), K),
+        ("ring, zigzag, scores of -10,000", ring["zigzag"], low, around(n, K), K),
+        ("all-gather, zigzag", gather["zigzag"], plain, 4 * (n - 1) * K, n * K),
+        ("Ulysses, contiguous", ulysses["contiguous"], plain, traded(n, Kn), Kn),
+        ("Ulysses, zigzag, packed documents", ulysses["zigzag"], packed, traded(n, Kn), Kn),
+        (f"Ulysses {u} × ring {m}", (both, inner), plain, traded(u, Ku) + around(m, Ku), Ku),
+    ]
     rows = []
-
-    def row(name, attend, cut, sent, keys, packed=False, case=None):
-        case = case or cases[packed]
-        attend = partial(attend, documents=case.documents)
-        found, measured, kept = case.run(attend, cut)
-        t = cut(case.d_out).shape[1]
-        one_head = 8 * B * t * d  # bytes: float64
-        held = one_head * (2 * H + 2 * keys) + 8 * B * t * H
-        error = case.error(found, cut)
-        rows.append(Row(name, error, (measured, sent * one_head), (kept, held)))
-
-    def of(attend, layout):
-        return partial(attend, group=group, layout=layout), partial(shard, group=group, layout=layout)
-
-    trade = lambda n, keys: 2 * (n - 1) / n * (2 * H + 2 * keys)
-    hops = lambda n, keys: 2 * (3 * n - 2) * keys if n > 1 else 0
-    L, Lu = math.lcm(K, n), math.lcm(K, u)
-    for layout in ("contiguous", "zigzag", "striped"):
-        row(f"ring, {layout}", *of(ring_attention, layout), hops(n, K), K)
-    with patch.dict(FUSED, clear=True):
-        row("ring, zigzag, written out", *of(ring_attention, "zigzag"), hops(n, K), K)
-    far = Case(S, H, K, device, logit=1e4), Case(S, H, K, device, logit=-1e4)
-    for name, case in zip(("+1e4", "-1e4"), far):
-        row(f"ring, zigzag, scores to {name}", *of(ring_attention, "zigzag"), hops(n, K), K, case=case)
-    row("ring, zigzag, packed", *of(ring_attention, "zigzag"), hops(n, K), K, packed=True)
-    row("all-gather, zigzag", *of(all_gather_attention, "zigzag"), 4 * (n - 1) * K, n * K)
-    row("Ulysses, contiguous", *of(ulysses_attention, "contiguous"), trade(n, L), L)
-    row("Ulysses, zigzag, packed", *of(ulysses_attention, "zigzag"), trade(n, L), L, packed=True)
-    both = partial(ulysses_ring_attention, group=groups[0], ring_group=groups[1])
-    outer = partial(shard, group=groups[1], inner=u)
-    cut = lambda x, fill=0: shard(outer(x, fill=fill), groups[0], "contiguous", fill)
-    row(f"Ulysses {u} × ring {m}, packed", both, cut, trade(u, Lu) + hops(m, Lu), Lu, packed=True)
+    for name, (attend, cut), case, heads_sent, K_kept in claims:
+        with patch.dict(FUSED, clear="written out" in name):
+            _, error, sent, kept = case.run(attend, cut)
+        head = 8 * B * cut(case.d_out).shape[1] * d
+        held = head * (2 * H + 2 * K_kept) + head // d * H  # q, out, k, v; log-sum-exp
+        rows.append(Row(name, error, (sent, head * heads_sent), (kept, held)))
     return rows
 
 
-# ── launch kit: stamped
+def sum_over_ranks(tensors, group):
+    """Parameters are on every rank, and each rank's gradients come from its own tokens."""
+    for x in tensors:
+        # all_reduce(SUM) over cp, one tensor: every rank now holds the sum over all tokens
+        dist.all_reduce(x, group=group)
+
+
+def model_row(group, device, K=2, d=8):
+    """The model beside its twin: loss and gradients; and a rank's activations, which must be 1/n
+    of what the same code keeps where it has the whole sequence."""
+    n, S = dist.get_world_size(group), 16 * dist.get_world_size(group) - 3
+    draw = torch.Generator().manual_seed(0)
+    x_BS = torch.randint(256, (1, S), generator=draw).to(device)
+    documents_BS = (torch.rand(1, S, generator=draw) < 0.1).cumsum(1).to(device)
+    y_BS = next_tokens(x_BS, documents_BS)
+
+    def backward(x, y, positions, attend, valid):
+        torch.manual_seed(0)
+        model = LanguageModel(K=K, d=d, layers=1).double().to(device)
+        with kept_bytes() as kept:
+            logits = model(x, positions, partial(attend, documents=documents_BS))
+        loss = loss_share(logits, y, valid)
+        loss.backward()
+        for param in model.parameters():
+            kept.pop(param.untyped_storage()._cdata, None)
+        return [loss.detach(), *(p.grad for p in model.parameters())], sum(kept.values())
+
+    wanted, _ = backward(x_BS, y_BS, torch.arange(S), causal_attention, (y_BS != -1).sum())
+    mine, labels = positions(S, group), shard(y_BS, group, fill=-1)
+    alone = lambda *qkv, documents: _RingAttention.apply(*qkv, _Ring(1, 0, documents_BS=documents))
+    x_padded, y_padded = F.pad(x_BS, (0, n * len(mine) - S)), F.pad(y_BS, (0, n * len(mine) - S))
+    _, kept_alone = backward(x_padded, y_padded, torch.arange(n * len(mine)), alone, 1)
+    with Ledger() as ledger:
+        valid = valid_tokens(labels, group)
+        attend = partial(ring_attention, group=group)
+        found, kept = backward(shard(x_BS, group), labels, mine, attend, valid)
+        sum_over_ranks(found, group)
+    around = (6 * n - 4) * K * 8 * len(mine) * d if n > 1 else 0
+    sent = around + 2 * (n - 1) / n * sum(x.nbytes for x in (valid, *found))
+    error = max(relative_error(x, y) for x, y in zip(found, wanted))
+    name = "model: loss, gradients; kept 1/n"
+    return Row(name, error, (sum(ledger.sent.values()), sent), (kept, kept_alone / n))
+
+
+def merge_unshifted(out_BHtd, lse_BHt, block_out, block_lse):
+    """Wrong on purpose: nothing is subtracted before exp, which overflows from 710 on."""
+    old, new = lse_BHt.exp()[..., None], block_lse.exp()[..., None]
+    out_BHtd.copy_((old * out_BHtd + new * block_out) / (old + new))
+    lse_BHt.copy_((old + new).log()[..., 0])
+
+
+def stop_short(dkv_by_visit, ring):
+    """Wrong on purpose: n-1 hops, as keys make, leave each sum one rank before its home."""
+    came = lambda: 0
+    for dkv in dkv_by_visit:
+        dkv += came()
+        came = ring.hop(dkv)
+    came()
+    return dkv
+
+
+def wrong_rows(group, device):
+    """What goes wrong most often, and the error that it must show. Zigzag, no padding."""
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    S, H, K, cut = 16 * n, 4, 2, partial(shard, group=group)
+    attend, here = partial(ring_attention, group=group), globals()
+    case = Case(S, H, K, device, logit=1e4)
+    with patch.dict(here, merge=merge_unshifted):
+        (out, *_), *_ = case.run(attend, cut)
+    right = case.expected[0]
+    lost = relative_error(cut(right * (torch.arange(S) < S // 2)[:, None, None]), cut(right))
+    error = relative_error(out.nan_to_num(), cut(right))
+    rows = [Row("merge without maximum, NaN as 0", error, wrong=lost)]
+    if n == 1:
+        return rows
+
+    case = Case(S, H, K, device)
+    with patch.dict(here, _sum_on_the_way=stop_short):
+        (_, _, dk, _), *_ = case.run(attend, cut)
+    mine, of_next = (case.expected[2][:, _owned(S, n, rank % n, "zigzag")] for rank in (r, r + 1))
+    error, predicted = relative_error(dk, mine), relative_error(of_next, mine)
+    rows += [Row("dk, dv one hop short", error, wrong=predicted)]
+
+    (q, k, v), whole = (x.detach() for x in case.qkv), torch.arange(S)
+    offset = torch.arange(S // n) + r * (S // n)
+    out = attend(*(rotate(cut(x), offset) for x in (q, k)), cut(v))
+    order = torch.cat([_owned(S, n, rank, "zigzag") for rank in range(n)])
+    right, wrong = (
+        cut(causal_attention(rotate(q, at), rotate(k, at), v)) for at in (whole, order.argsort())
+    )
+    error = relative_error(out, right)
+    rows += [Row("rotary offset by rank", error, wrong=relative_error(wrong, right))]
+
+    logits = torch.randn(1, S // n, 256, device=device)
+    labels = torch.full((1, S // n), -1 if r else 7, device=device)  # all that count are on rank 0
+    mean = loss_share(logits, labels, valid_tokens(labels, group))
+    of_means = loss_share(logits, labels, (labels != -1).sum().clamp(min=1)) / n
+    sum_over_ranks([mean, of_means], group)
+    return [*rows, Row("mean of local means", relative_error(of_means, mean), wrong=1 - 1 / n)]
+
+
+def work(S, n, layout):
+    """Pairs of query and key that a ring of n computes, (n ranks, n steps), by the same `sight`
+    that attention asks."""
+    pairs, t = torch.zeros(n, n, dtype=torch.long), len(_owned(S, n, 0, layout))
+    for r in range(n):
+        ring = _Ring(n, r, layout=layout)
+        for step in range(n):
+            if sight := ring.sight((r - step) % n, t):
+                rows, columns = (part.stop - part.start for part in sight[:2])
+                pairs[r, step] = rows * (rows + 1) // 2 if sight.causal else rows * columns
+    return pairs
+
+
+def efficiency(pairs):
+    """Share of its time that a rank computes, if each step takes as long as its slowest rank."""
+    return (pairs.sum() / (len(pairs) * pairs.amax(0).sum())).item()
+
+
+def plot(n, path):
+    """Draw each layout's ring: a lane per rank, a shade per step, white where a rank waits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    every = {layout: work(96 * n, n, layout) for layout in ("contiguous", "zigzag", "striped")}
+    unit = every["zigzag"].sum(1).max().item()
+    figure, axes = plt.subplots(3, sharex=True, figsize=(8, 4.8), layout="constrained")
+    for axis, (layout, pairs) in zip(axes, every.items()):
+        starts = F.pad(pairs.amax(0).cumsum(0), (1, 0)).double() / unit
+        for step in range(n):
+            widths = pairs[:, step].double() / unit
+            shade = "#0b3c5d" if step % 2 == 0 else "#6fa8c9"
+            axis.barh(range(n), widths, 0.8, left=starts[step].item(), color=shade)
+            axis.axvline(starts[step + 1], color="0.5", linewidth=0.6, linestyle=":")
+        title = f"{layout}: ranks compute {efficiency(pairs):.0%} of the time"
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_yticks(range(n), [f"rank {r}" for r in range(n)], fontsize=8)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("time, in units of a rank's fair share; dotted: the end of a step")
+    figure.savefig(path, dpi=120)
+
+
+# ── the run ──────────────────────────────────────────────────────────────────────────────────
+
+ATTENTION = dict(ring=ring_attention, gather=all_gather_attention, ulysses=ulysses_attention)
+
+
+def train(args, group, device):
+    """Train on one long sequence a step, 1/n of it on this rank, and say what is kept."""
+    n, S = dist.get_world_size(group), args.length
+    text = read_text(args.text, S + 1)
+    torch.manual_seed(0)
+    model = LanguageModel().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    attend = partial(ATTENTION[args.attention], group=group, layout=args.layout)
+    cut, mine = partial(shard, group=group, layout=args.layout), positions(S, group, args.layout)
+    scores = 4 * len(model.blocks) * 8 * S**2
+    say(f"{args.attention}, {args.layout}, {S} tokens: unigrams {unigram_entropy(text):.2f} nats")
+    for step in range(args.steps):
+        x_BS, y_BS = (x.to(device) for x in sample(text, step, 1, S))
+        labels = cut(y_BS, fill=-1)
+        with kept_bytes() as kept:
+            logits = model(cut(x_BS), mine, attend)
+            loss = loss_share(logits, labels, valid_tokens(labels, group))
+        loss.backward()
+        loss = loss.detach()
+        sum_over_ranks([loss, *(param.grad for param in model.parameters())], group)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 0 or step == args.steps - 1:
+            say(f"step {step:3}  loss {loss:.3f}")
+    say(
+        f"a rank kept {sum(kept.values()) / 1e6:.1f} MB for backward, parameters and all; "
+        f"the scores of full attention alone would be {scores / 1e6:,.0f} MB"
+    )
+    return 0
+
+
+def main(args, device):
+    """Prove, say how even the work is, train. 0 if every row is as claimed."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    say(f"06 context parallel · {n} ranks · {dist.get_backend()} · {device.type} · float64")
+    pair = two_groups(n, args.timeout or 20)
+    rows = attention_rows(group, pair, device) + [model_row(group, device)]
+    if prove(rows + wrong_rows(group, device), device):
+        return 1
+    for layout in ("contiguous", "zigzag", "striped"):
+        pairs = work(12 * n, n, layout)
+        each = " ".join(map(str, pairs.sum(1).tolist()))
+        say(f"{layout:11} {12 * n} tokens, pairs by rank {each}: {efficiency(pairs):.3f} efficient")
+    if args.plot and dist.get_rank() == 0:
+        plot(n, args.plot)
+    return train(args, group, device) if args.steps else 0
+
+
+def validate(args, ranks):
+    """Raises ValueError, with a sentence, at what cannot work, before any process starts."""
+    if args.length < 1:
+        raise ValueError(f"--length {args.length}: at least one token is needed")
+    if args.attention == "ulysses" and 8 % ranks:
+        raise ValueError(f"--attention ulysses: {ranks} ranks do not divide 8 heads: use 2, 4, 8")
+    read_text(args.text, args.length + 1)
+
+
+# ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
+
+Event = namedtuple("Event", "what group sent at")  # a call, a wait or a mark; bytes; seconds
+
+
+class Ledger:
+    """While open, prices each `torch.distributed` call of this rank as a ring would send it.
+
+    `events` holds calls, waits and marks in order, `sent` the bytes by call. It stands in front
+    of the functions of `dist`; a call without a price raises KeyError, so none goes uncounted.
+    """
+
+    RING_BYTES = {  # call: (its arguments, n ranks, this rank) -> bytes that leave this rank
+        "all_reduce": lambda a, n, me: 2 * (n - 1) / n * a["tensor"].nbytes,
+        "all_gather_single": lambda a, n, me: (n - 1) * a["input_tensor"].nbytes,
+        "reduce_scatter_single": lambda a, n, me: (n - 1) / n * a["input"].nbytes,
+        "all_to_all_single": lambda a, n, me: a["input"].nbytes
+        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[me],
+        "broadcast": lambda a, n, me: (n - 1) / n * a["tensor"].nbytes,  # mean over the ring
+        "isend": lambda a, n, me: a["tensor"].nbytes,
+        "irecv": lambda a, n, me: 0,
+        "barrier": lambda a, n, me: 0,
+    }
+    UNPRICED = "all_gather all_to_all gather scatter reduce reduce_scatter send recv".split()
+
+    def __enter__(self):
+        self.events, self.sent, self._patches = [], Counter(), ExitStack()
+        for name in [*self.RING_BYTES, *self.UNPRICED]:
+            counted = self._counted(name, getattr(dist, name))
+            for module in (dist, dist.distributed_c10d):  # batch_isend_irecv looks in the latter
+                self._patches.enter_context(patch.object(module, name, counted))
+        wait = dist.Work.wait
+        marked = lambda work, *timeout: self.mark("wait") or wait(work, *timeout)
+        self._patches.enter_context(patch.object(dist.Work, "wait", marked))
+        return self
+
+    def __exit__(self, *_):
+        self._patches.close()
+
+    def mark(self, what, group=None, sent=0):
+        name = (group or dist.group.WORLD).group_name
+        self.events.append(Event(what, name, sent, time.perf_counter()))
+        self.sent[what] += sent
+
+    def _counted(self, name, real):
+        signature = inspect.signature(real)
+
+        def call(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            n, me = (ask(given.get("group")) for ask in (dist.get_world_size, dist.get_rank))
+            self.mark(name, given.get("group"), self.RING_BYTES[name](given, n, me))
+            return real(*args, **kwargs)
+
+        return call
+
+
+# A line of the proof: error relative to the twin; bytes as (measured, by formula) or None; and, of
+# a row that is wrong on purpose, the error that it must show.
+Row = namedtuple("Row", "name error sent held wrong", defaults=[None, None, 0.0])
+
+
+def relative_error(found, wanted):
+    """max|found - wanted| / max|wanted|; where all wanted are zero, 0 if all found are, or inf."""
+    gap, size = ((t.abs().max().item() if t.numel() else 0.0) for t in (found - wanted, wanted))
+    return gap / size if size else math.inf if gap else 0.0
+
+
+def prove(rows, device):
+    """Print the table, bytes as on rank 0. 0 if every row is as claimed on every rank: its error
+    at most 1e-10, or as predicted; its bytes equal to the formula. Otherwise 1."""
+    off = lambda pair: abs(pair[0] - pair[1]) if pair else 0.0
+    mine = [[row.error, row.wrong, off(row.sent), off(row.held)] for row in rows]
+    worst = torch.tensor(mine, dtype=torch.float64, device=device).nan_to_num(math.inf)
+    # all_reduce(MAX) over all ranks, four numbers a row: the worst rank speaks for all
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    say(f"{'':36}    error         sent      formula         held      formula")
+    broken = 0
+    for row, (error, wrong, unsent, unheld) in zip(rows, worst.tolist()):
+        holds = abs(error - wrong) <= max(1e-6 * wrong, 1e-10) and unsent < 0.5 and unheld < 0.5
+        pairs = (row.sent or "--"), (row.held or "--")
+        numbers = "".join(f"{x:>13}" if x == "-" else f"{x:13,.0f}" for pair in pairs for x in pair)
+        note = f"  wrong on purpose: {wrong:.3g} predicted" if wrong else ""
+        say(f"{row.name:36}{error:9.2g}{numbers}{note}{'' if holds else '  NOT AS CLAIMED'}")
+        broken |= not holds
+    return int(broken)
+
+
+def read_text(path, at_least):
+    """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
+    Raises ValueError where it cannot be read or is shorter than `at_least`."""
+    try:
+        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+    except OSError as error:
+        raise ValueError(f"--text {path}: {error.strerror}") from error
+    if len(text) < at_least:
+        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def unigram_entropy(text):
+    """The loss, in nats per byte, of the best guess that looks at no context."""
+    return torch.distributions.Categorical(torch.bincount(text).double()).entropy().item()
+
+
+def sample(text, step, B, S):
+    """A step's batch, the same on every rank: bytes (B, S), and the byte after each (B, S)."""
+    starts_B1 = torch.randint(len(text) - S, (B, 1), generator=torch.Generator().manual_seed(step))
+    windows = text[starts_B1 + torch.arange(S + 1)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+def say(*words):
+    """Print, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def arguments(doc, ranks, steps):
+    """A parser with the flags of every chapter."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
+    parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
+    parser.add_argument("--text", help="file to train on; default: Python's own help topics")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    return parser
+
+
+def launch(main, args, validate):
+    """Run main(args, device) on every rank, torchrun's or args.ranks started here, and exit: 0 if
+    each returned 0, 1 if not, 2 and a sentence if validate(args, ranks) raised ValueError."""
+    torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
+    by_torchrun = "RANK" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    try:
+        if ranks < 1:
+            raise ValueError(f"--ranks {ranks}: at least one is needed")
+        validate(args, ranks)
+    except ValueError as refused:
+        print(refused, file=sys.stderr)
+        sys.exit(2)
+    if by_torchrun:
+        _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
+    forks = sys.platform == "linux" and torch.cuda.device_count() < ranks
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
+        try:
+            mp.start_processes(_rank, given, ranks, start_method=method)
+        except mp.ProcessExitedException as failed:
+            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
+            sys.exit(by_signal if failed.signal_name else 1)
+    sys.exit(0)
+
+
+def _rank(local, ranks, main, args, folder=None):
+    """Meet the other ranks, run main, and leave with its exit status or with what went wrong."""
+    torch.set_num_threads(1)
+    env, local_ranks = os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    on_gpu = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if local_ranks == ranks:  # one machine: the loopback address needs no network
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    try:
+        if folder:
+            store = dist.FileStore(f"{folder}/store", ranks)
+        else:  # a restarted attempt must not read the addresses of the one before
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
+        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
+        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        code = main(args, device)
+        dist.destroy_process_group()
+    except Exception as error:
+        lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
+        why = "lost another rank, which failed first" if lost else traceback.format_exc()
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
+        os._exit(1)  # without farewell, so that the others see the connection close at once
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    pass
+    parser = arguments(__doc__, ranks=4, steps=25)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--attention", choices=ATTENTION, default="ring")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag", "striped"], default="zigzag")
+    parser.add_argument("--plot", metavar="PNG", help="draw the work of each rank and step")
+    launch(main, parser.parse_args(), validate)
