@@ -28,6 +28,7 @@ economics, MFU/HFU/MBU; `guide` prints the guide's own numbers beside the recomp
 import argparse
 import ast
 import difflib
+import inspect
 import itertools
 import json
 import math
@@ -420,8 +421,27 @@ def preset(name):
 
 # ── a layout splits the list ─────────────────────────────────────────────────────────────────
 
-SCHEDULES = "gpipe 1f1b eager-1f1b interleaved looped-bfs zb-h1 zb-h2 zb-auto zb-v"
-SCHEDULES = tuple((SCHEDULES + " interleaved-zb dualpipev dualpipe").split())
+# schedule | idle of the makespan | idle of the span, if another | where that holds | held by rank s
+# p ranks, q = p-1, r = p-1-s ranks behind s · m micro-batches in groups of g · v chunks per rank
+# F forward, I input gradient, W weight gradient, B all three, for all layers of a rank · c a hop
+# k what zb-auto may hold. Sources: Narayanan et al. 2021; Qi et al. 2024 (zero bubble); DeepSeek-V3
+# report (DualPipe, an estimate where F, I, W differ). The tests hold each line to a simulation.
+SCHEDULE_FORMS = """
+gpipe          | q*B + 2*q*c              | | True | m
+1f1b           | q*B + 2*c*(q*m/p + p-2)  | | not c or m % p == 0 | r + 1
+eager-1f1b     | q*B + 2*q*c              | | 2*c <= B | 2*r + 1
+interleaved    | q*B/v + 2*(v*p-1)*c      | | not c or m % p == 0 and p*v*c <= g*min(F, I+W) | (2*r + (v-1)*g + 1)/v
+looped-bfs     | q*B/v + 2*q*c            | | not c or m % p == 0 and p*v*c <= (m-p)*min(F, I+W) | m
+zb-h1          | q*(F+I-W) + 4*q*c        | | W <= min(F, I) and (not c or m >= 2*p and 2*c <= W) | p
+zb-h2          | q*max(F+c, F+I-2*W+2*c)  | q*max(0, F+I-2*W+2*c) | W <= F and m >= 2*p-1 and 2*c <= F+I | 2*p - 1
+zb-auto        |                          | max(0, q*(I+2*c) + (p-k)*F) | W <= min(F, I) | k
+zb-v           | q*F/2 + (5*p-7)*c        | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
+interleaved-zb | q*(F+I-W)/v              | | W <= min(F, I) and not c | p
+dualpipev      | q*(F+2*I-W)/2            | | not c | p + 1/2
+dualpipe       | (p/2-1)*(F+2*I-W)        | | not c | p + 1
+"""
+_FORMS = {name: cells for name, *cells in parse_table("[all]" + SCHEDULE_FORMS)["all"]}
+SCHEDULES = tuple(_FORMS)
 _CHUNKED = "interleaved", "looped-bfs", "interleaved-zb"  # v chunks per rank, as many as wanted
 _V_SHAPED = "zb-v", "dualpipev"  # two chunks: rank s has stages s and 2p-1-s
 
@@ -528,7 +548,7 @@ def check_schedule(schedule, p, m, v=1):
     nearest(schedule, SCHEDULES, "schedule")
     for name, value in ("p", p), ("m", m), ("v", v):
         if value < 1:
-            raise ValueError(f"{name} = {value}: at least 1 is needed")
+            raise ValueError(f"--{name} {value}: at least 1 is needed")
     if v > 1 and schedule not in _CHUNKED:
         raise ValueError(f"{schedule} does not take v = {v} chunks: use {', '.join(_CHUNKED)}")
     if v > 1 and (m < p or m % (m // p)):
@@ -551,18 +571,18 @@ def validate(model, layout):
     ffns = [m.ffn] * (not m.experts or bool(m.dense_layers)) + [m.shared_ffn] * bool(m.shared_ffn)
     ulysses = lo.cp if lo.cp_variant == "ulysses" else 1
     for flag, degree, what, *counts in (
-        ("tp", lo.tp, "attention heads", m.heads),
-        ("tp", lo.tp, "columns of an MLP", *ffns),
-        ("ep", lo.ep, "experts", m.experts or 1),
-        ("etp", lo.etp, "columns of an expert", m.expert_ffn or 1),
-        ("cp", ulysses, "heads of a tp rank", m.heads // lo.tp),
-        ("shard", lo.zero_ranks, "dp x cp ranks", lo.dp * lo.cp),
-        ("ep", lo.ep * lo.etp, "tp x cp x dp ranks", lo.tp * lo.cp * lo.dp),
+        ("--tp", lo.tp, "attention heads", m.heads),
+        ("--tp", lo.tp, "columns of an MLP", *ffns),
+        ("--ep", lo.ep, "experts", m.experts or 1),
+        ("--etp", lo.etp, "columns of an expert", m.expert_ffn or 1),
+        ("--cp-variant ulysses with --cp", ulysses, "heads of a tp rank", m.heads // lo.tp),
+        ("--shard", lo.zero_ranks, "dp x cp ranks", lo.dp * lo.cp),
+        ("--ep x --etp", lo.ep * lo.etp, "tp x cp x dp ranks", lo.tp * lo.cp * lo.dp),
     ):
         for count in counts:
             if count % degree:
                 use = divisors(*counts)
-                raise ValueError(f"--{flag} {degree} does not divide {count} {what}: use {use}")
+                raise ValueError(f"{flag} {degree} does not divide {count} {what}: use {use}")
     if m.kv_heads % lo.tp and lo.tp % m.kv_heads:
         use = divisors(m.kv_heads)
         raise ValueError(f"--tp {lo.tp} does not divide {m.kv_heads} key/value heads: use {use}")
@@ -607,8 +627,9 @@ def dim0_shard(shape, ranks):
 # ── memory: the list of tensors kept for backward ────────────────────────────────────────────
 
 # name | bytes, per micro-batch | only where | core: recomputed by selective recompute
-# A line that starts with norm stands for what a norm keeps: elements, rows, and what divides them.
-# Sources, per tensor: Korthikanti et al. 2022 section 4.1; every line is held to torch by the tests.
+# A norm is a line of three: its elements, its rows, and what divides both. g divides an input that
+# sequence parallelism gathered, u what it never does. Source, tensor by tensor: Korthikanti et al.
+# 2022, section 4.1; the tests hold the lines to what torch keeps.
 ACTIVATIONS = """
 [layer]
 norm of attention            | T*h T u
@@ -671,7 +692,7 @@ logits                       | e*T*V               | loss == 'fused'
 fp32 logits and gradient     | 8*T*V               | loss == 'eager'
 fp32 gradient                | 4*T*V               | loss == 'copies'
 [boundary]
-layer input                  | T*h*e//u
+norm of attention: input     | T*h*e//u
 [first]
 token ids                    | 8*T
 embedding mask               | T*h//u              | dropout
@@ -727,8 +748,8 @@ def saved_in(model, layout, *sections):
     for name, formula, *more in [row for section in sections for row in _ACTIVATIONS[section]]:
         if more and more[0] and not evaluate(more[0], names):
             continue
-        expand = name.startswith("norm")
-        rows = _norm_rows(name, formula, layout, model.layer_norm) if expand else [(name, formula)]
+        is_norm = " " in formula
+        rows = _norm_rows(name, formula, layout, model.layer_norm) if is_norm else [(name, formula)]
         out += [Saved(n, f, int(evaluate(f, names)), more[1:] == ["core"]) for n, f in rows]
     return tuple(out)
 
@@ -744,6 +765,13 @@ def kept_activations(model, layout, layer=0):
         return saved_in(model, layout, "boundary")
     saved = layer_activations(model, layout, layer)
     return tuple(s for s in saved if not (layout.recompute == "selective" and s.core))
+
+
+def recomputed(model, layout, layer=0):
+    """What comes back in backward while one layer is recomputed, beside what it had kept."""
+    had = {s.name for s in kept_activations(model, layout, layer)}
+    every = layer_activations(model, replace(layout, recompute="none"), layer)
+    return tuple(s for s in every if s.name not in had)
 
 
 def total(saved):
@@ -763,27 +791,12 @@ def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
 
 def in_flight(schedule, p, m, v=1, rank=0, limit=None):
     """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
-    all layers of the rank. Split backwards are counted as holding everything until W; DualPipe in
-    units of one of its two stages; zb-auto obeys its limit (default 2p - 1). Source: 1F1B, Narayanan
-    et al. 2021; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-V3 report; checked by simulation."""
+    all layers of the rank (DualPipe: of one of its two stages). Split backwards are counted as
+    holding everything until W; zb-auto holds its limit, by default 2p - 1."""
     check_schedule(schedule, p, m, v)
-    s, behind = rank, p - 1 - rank
-    group = m // max(1, m // p)
-    peak = {
-        "gpipe": m,
-        "looped-bfs": m,
-        "1f1b": behind + 1,
-        "eager-1f1b": 2 * behind + 1,
-        "interleaved": Fraction(2 * behind + (v - 1) * group + 1, v),
-        "zb-h1": p,
-        "zb-h2": 2 * p - 1,
-        "zb-auto": limit or 2 * p - 1,
-        "zb-v": p,
-        "interleaved-zb": p,
-        "dualpipe": p + 1,
-        "dualpipev": Fraction(2 * p + 1, 2),
-    }[schedule]
-    return min(Fraction(m), Fraction(peak)) if s < p else Fraction(0)
+    sizes = dict(p=p, m=m, v=v, r=p - 1 - rank, g=m // max(1, m // p), k=limit or 2 * p - 1)
+    held = evaluate(_FORMS[schedule][3], {name: Fraction(n) for name, n in sizes.items()})
+    return min(Fraction(m), Fraction(held))
 
 
 # ── memory: a rank of every stage, at three moments ──────────────────────────────────────────
@@ -837,10 +850,9 @@ def placed_layers(model, layout):
     stages = 1 + max(map(max, ranks))
     sizes = list(layout.stages) or split_layers(model.layers, stages)
     ends = [0, *itertools.accumulate(sizes)]
-    of = [list(range(*pair)) for pair in zip(ends, ends[1:])]
-    of[0], of[-1] = [-1, *of[0]], [*of[-1], model.layers]
-    if stages == 1:
-        of = [[-1, *range(model.layers), model.layers]]
+    of = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+    of[0].insert(0, -1)
+    of[-1].append(model.layers)
     return [sorted(layer for stage in owned for layer in of[stage]) for owned in ranks]
 
 
@@ -862,6 +874,11 @@ def local_parameters(model, layout, layers):
             group = w.kind if w.kind in ("expert", "buffer") else "dense"
             out[layer, group] += w.local(degrees)
     return out
+
+
+def one_of_each(model, layers):
+    """A dense layer and a mixture-of-experts layer, as far as a rank has them."""
+    return {model.is_moe(x): x for x in layers if 0 <= x < model.layers}.values()
 
 
 def group_size(parts, group):
@@ -899,21 +916,20 @@ def _held_activations(model, layout, rank, layers):
     flight = in_flight(layout.schedule, layout.pp, layout.m, layout.v, rank)
     if layout.schedule == "dualpipe":
         flight /= 2  # a micro-batch crosses one of the rank's two stages
-    kinds = Counter()
-    for layer in layers:
-        if layer in (-1, model.layers):
-            kinds["embedding" if layer < 0 else "head", saved_in(model, layout, ("first", "last")[layer > 0])] += 1
+    kinds = Counter({-1: "embedding", model.layers: "head"}.get(x, model.is_moe(x)) for x in layers)
+    lists = {"embedding": ("embedding", "first"), "head": ("head and loss", "last")}
+    items = []
+    for kind, count in kinds.items():
+        if kind in lists:
+            name, saved = lists[kind][0], saved_in(model, layout, lists[kind][1])
         else:
-            name = "mixture-of-experts layers" if model.is_moe(layer) else "dense layers"
-            kinds[name, kept_activations(model, layout, layer)] += 1
-    return [
-        Item(
-            f"activations of {count} {name}" if "layers" in name else f"activations of the {name}",
-            math.ceil(flight * count * total(saved)),
-            f"{flight} in flight * {count} * {total(saved)}",
-        )
-        for (name, saved), count in kinds.items()
-    ]
+            name = f"{count} {'mixture-of-experts' if kind else 'dense'} layers"
+            layer = next(x for x in one_of_each(model, layers) if model.is_moe(x) == kind)
+            saved = kept_activations(model, layout, layer)
+        size = math.ceil(flight * count * total(saved))
+        formula = f"{flight} in flight * {count} * {total(saved)}"
+        items.append(Item(f"activations of {name}", size, formula))
+    return items
 
 
 def stage_memory(model, layout, rank=0):
@@ -923,17 +939,14 @@ def stage_memory(model, layout, rank=0):
     parts = local_parameters(model, layout, layers)
     states, work = _state_items(layout, parts)
     held = _held_activations(model, layout, rank, layers)
-    redo = []
-    for layer in {model.is_moe(x): x for x in layers if 0 <= x < model.layers}.values():
-        every, kept = (total(f(model, layout, layer)) for f in (layer_activations, kept_activations))
-        redo.append(Item("one layer recomputed", every - kept, f"{every} - {kept}"))
-    redo = [max(redo, key=lambda item: item.bytes)] if layout.recompute != "none" else []
+    redo = [recomputed(model, layout, x) for x in one_of_each(model, layers)]
+    redo = [Item("one layer recomputed", max(map(total, redo)), "what it keeps when not recomputed")]
     names, has_head = symbols(model, layout), model.layers in layers
     peak = saved_in(model, layout, "loss peak") if has_head else ()
     peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]
     moments = {
         "loss" if has_head else "last forward": states + held + peak + work[:1] * (layout.zero == 3),
-        "deepest backward": states + held + redo + work,
+        "deepest backward": states + held + redo * (layout.recompute != "none") + work,
         "optimizer step": states,
     }
     widest = 3 * max(names["f"] * names["T"], names["x"] * names["R"]) + 2 * names["T"] * names["h"]
@@ -1199,56 +1212,25 @@ class Bubble:
 
 
 def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
-    """`Bubble` by closed form, for every schedule. costs: (F, I, W, comm), for all layers of a rank
-    and one hop; I is the gradient of the input, W of the weights; limit: micro-batches that zb-auto
-    may hold, 2p - 1. Sources: GPipe and 1F1B, Narayanan et al. 2021; zero bubble, Qi et al. 2024;
-    DualPipe, DeepSeek-V3 report. The tests hold every form to a simulation."""
-    p, m, v = int(p), int(m), int(v)
+    """`Bubble` of a schedule by its line of SCHEDULE_FORMS. costs: (F, I, W, comm), for all layers of
+    a rank and one hop. limit: micro-batches that zb-auto may hold, by default 2p - 1."""
+    p, m, v, k = int(p), int(m), int(v), limit or 2 * int(p) - 1
     check_schedule(schedule, p, m, v)
+    if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
+        raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
     F, I, W, c = costs
-    q, whole = p - 1, F + I + W
-    form = lambda idle, span, *how: Bubble(schedule, m * whole, idle, span, *how)
-    unknown = lambda need: form(None, None, False, f"no closed form: {need}, or simulate it")
-    if p == 1 and schedule not in _V_SHAPED:
-        return form(0, 0)
-    if schedule in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"):
-        late, group = 2 * q * c, m // max(1, m // p)
-        if c and schedule == "1f1b":  # p micro-batches in flight make one round trip
-            late = 2 * c * (q * m / p + p - 2) if m % p == 0 else None
-        elif c and schedule == "eager-1f1b":
-            late = late if 2 * c <= whole else None
-        elif c and v > 1:
-            slack = (group if schedule == "interleaved" else m - p) * min(F, I + W) / v
-            late = late if schedule == "looped-bfs" else 2 * (v * p - 1) * c
-            late = late if slack >= p * c and m % p == 0 else None
-        if late is None:
-            return unknown("short hops and a multiple of p micro-batches are needed")
-        return form(*[q * whole / v + late] * 2)
-    return _split_bubble(schedule, p, m, v, costs, limit or 2 * p - 1, form, unknown)
-
-
-def _split_bubble(schedule, p, m, v, costs, limit, form, unknown):
-    """The schedules that run the weight gradient apart from the input gradient."""
-    F, I, W, c = costs
-    q, equal = p - 1, F == I == W
-    if schedule.startswith("dualpipe") and not c:
-        half = p / 2 - 1 if schedule == "dualpipe" else q / 2
-        note = "" if equal else "an estimate: exact only where F = I = W"
-        return form(*[half * (F + 2 * I - W)] * 2, equal, note)
-    if schedule == "zb-h2" and m >= 2 * p - 1 and W <= F and 2 * c <= F + I:
-        late = max(0, F + I - 2 * W + 2 * c)
-        return form(q * max(F + c, late), q * late)
-    if W <= min(F, I):
-        if schedule == "zb-h1" and (not c or m >= 2 * p and 2 * c <= W):
-            return form(*[q * (F + I - W + 4 * c)] * 2)
-        if schedule == "interleaved-zb" and not c:
-            return form(*[q * (F + I - W) / v] * 2)
-        if schedule == "zb-auto":
-            least = max(0, q * (I + 2 * c) + (p - limit) * F)
-            return form(None, least, False, f"a lower bound, holding {limit} micro-batches")
-        if schedule == "zb-v" and m >= 2 * p and equal and 4 * c <= F:
-            return form(q * F / 2 + max(0, 5 * p - 7) * c, max(0, 6 * p - 8) * c)
-    return unknown("W no longer than F and I, m >= 2p and shorter hops are needed")
+    names = dict(p=p, q=p - 1, m=m, v=v, k=k, g=m // max(1, m // p), F=F, I=I, W=W, B=F + I + W, c=c)
+    idle, span, where, _ = _FORMS[schedule]
+    made = lambda idle, span, *how: Bubble(schedule, m * (F + I + W), idle, span, *how)
+    if p == 1:
+        return made(0, 0)
+    if not evaluate(where, names | dict(min=min)):
+        return made(None, None, False, f"no closed form: simulate it. One holds where {where}")
+    first, second = (evaluate(x, names | dict(max=max)) if x else None for x in (idle, span or idle))
+    if schedule == "zb-auto":
+        return made(first, second, False, f"a lower bound, if {k} micro-batches may be held")
+    exact = F == I == W or not schedule.startswith("dualpipe")
+    return made(first, second, exact, "" if exact else "an estimate: exact where F = I = W")
 
 
 # ── compute, time and cost ───────────────────────────────────────────────────────────────────
@@ -1321,10 +1303,10 @@ def cost(hours, price):
     return hours * price
 
 
-def mfu(flops, seconds, gpus, peak):
+def mfu_of(flops, seconds, gpus, peak):
     """Model FLOPs of all ranks over what all GPUs could do; above 1 is impossible: ValueError."""
     share = flops / (seconds * gpus * peak)
-    if share > 1:
+    if share > 1 + 1e-9:
         raise ValueError(
             f"MFU {share:.0%}: impossible. {flops:.4g} FLOPs in {seconds:.4g} s are more than {gpus} "
             f"GPUs of {peak:.4g} FLOP/s can do; look for a wrong peak, count or time"
@@ -1407,7 +1389,7 @@ def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
 
 _IN_CLAIMS = (
     zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, bubble, chinchilla_tokens,
-    training_flops, gpu_hours, training_days, mfu, lr_scale, hours_between_failures,
+    training_flops, gpu_hours, training_days, mfu_of, lr_scale, hours_between_failures,
 )  # fmt: skip
 
 
@@ -1552,7 +1534,8 @@ def plot_traffic(ax, model, layout):
     ax.set(title=f"{model.name}: {layout.m} micro-batches of {layout.batch} x {layout.seq}")
 
 
-# ── the command line: a command is rows and notes; a key that starts with _ is for --json only ──
+# ── the command line: a command is a function; its parameters, annotated with help, are flags ─
+# It returns rows, a table, and notes, lines; a key that starts with _ is for --json alone.
 
 
 def shown(value):
@@ -1571,54 +1554,58 @@ def table(rows):
     widths = [max(map(len, column)) for column in zip(*lines)]
     words = [isinstance(rows[0][key], str) for key in keys]
     align = lambda cell, width, word: cell.ljust(width) if word else cell.rjust(width)
-    return "\n".join("  ".join(map(align, line, widths, words)).rstrip() for line in lines)
+    return ["  ".join(map(align, line, widths, words)).rstrip() for line in lines]
 
 
-def described(layout):
-    """What differs from the default layout, as flags."""
+def described(model, layout):
+    """The model, the number of GPUs, and what differs from the default layout, as flags."""
     changed = {f.name: getattr(layout, f.name) for f in fields(layout)}
     changed = {name: x for name, x in changed.items() if x != getattr(Layout(), name)}
     say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
-    flags = [f"--{name.replace('_', '-')} {say(x)}" for name, x in changed.items()]
-    return f"{layout.world} GPUs: {' '.join(flags).replace(' True', '')}"
+    flags = "".join(f" --{name.replace('_', '-')} {say(x)}" for name, x in changed.items())
+    return f"{model.name} on {layout.world} GPU{'s' * (layout.world > 1)}{flags.replace(' True', '')}"
 
 
-def run_params(args):
-    """Parameters of a model, by kind; --explain lists every tensor."""
-    listed = [("tensor", w.name, w.numel, "x".join(map(str, w.shape))) for w in weights(args.model)]
-    rows = [{"kind": kind, "parameters": n} for kind, n in parameters_by_kind(args.model).items()]
-    if args.explain:
-        rows = [{"tensor": name, "shape": shape, "parameters": n} for _, name, n, shape in listed]
-    every, active = count_parameters(args.model), count_active(args.model)
-    rows += [dict.fromkeys(rows[0], "") | {[*rows[0]][0]: name, "parameters": n} for name, n in (
-        ("all", every), ("active per token", active))]  # fmt: skip
-    return rows, [args.model.name]
+def run_params(model, explain: "list every tensor" = False):
+    """Parameters of a model, by kind."""
+    rows = [{"kind": kind, "parameters": n} for kind, n in parameters_by_kind(model).items()]
+    if explain:
+        shape = lambda w: " x ".join(map(str, w.shape))
+        rows = [{"kind": w.name, "parameters": w.numel, "shape": shape(w)} for w in weights(model)]
+    counts = {"all": count_parameters(model), "active per token": count_active(model)}
+    rows += [{"kind": kind, "parameters": n, "shape": ""} for kind, n in counts.items()]
+    return rows, [model.name]
 
 
-def run_estimate(args):
+def run_estimate(
+    model,
+    layout,
+    hbm: "GiB of a GPU; an 80 GB H100 shows 79.6" = 80.0,
+    explain: "print each formula with its numbers put in" = False,
+    versus: 'a second layout, as what differs from the first: "--tp 4 --sp"' = "",
+):
     """Memory of a rank of every stage, whether it fits, and what to change."""
-    rows, notes, hbm = [], [], args.hbm * GiB
-    layouts = [args.layout, args.versus] if args.versus else [args.layout]
-    for i, layout in enumerate(layouts):
-        stages = estimate(args.model, layout)
+    rows, notes = [], []
+    both = {"first": layout, "second": parsed_layout(versus, layout)} if versus else {"": layout}
+    for which, lo in both.items():
+        stages = estimate(model, lo)
         top = heaviest(stages)
-        for s in stages if len(layouts) == 1 else [top]:
-            row = {"layout": "first second".split()[i]} if args.versus else {}
-            blocks = sum(0 <= layer < args.model.layers for layer in s.layers)
+        for s in [top] if versus else stages:
+            row = {"layout": which} if versus else {}
+            blocks = sum(0 <= layer < model.layers for layer in s.layers)
             row |= {"rank": s.rank, "layers": blocks, "parameters": s.params}
             row |= {part: size / GiB for part, size in grouped(s).items()}
-            row |= {"peak GiB": s.peak / GiB, "at": s.moment, "verdict": s.verdict(hbm)}
+            row |= {"peak GiB": s.peak / GiB, "at": s.moment, "verdict": s.verdict(hbm * GiB)}
             moments = {name: [asdict(x) for x in items] for name, items in s.moments.items()}
             rows.append(row | {"_bytes": s.peak, "_overhead": s.overhead, "_moments": moments})
         low, high = ((top.peak + more) / GiB for more in top.overhead)
-        notes += [f"{args.model.name} on {described(layout)}"]
-        notes += [f"heaviest: rank {top.rank}, {top.peak / GiB:,.2f} GiB exact; with CUDA, NCCL and "
-                  f"fragmentation, an estimate, {low:,.1f} to {high:,.1f} of {args.hbm:g} GiB: "
-                  f"{top.verdict(hbm)}"]  # fmt: skip
-        notes += explained(args.model, layout, top) if args.explain else []
-        if top.verdict(hbm) != "fits":
+        notes += ["", described(model, lo)]
+        notes += [f"heaviest is rank {top.rank}: {top.peak / GiB:,.2f} GiB exact"]
+        notes += [f"with CUDA, NCCL, fragmentation, an estimate: {low:,.1f} to {high:,.1f} of {hbm:g}"]
+        notes += explained(model, lo, top) if explain else []
+        if top.verdict(hbm * GiB) != "fits":
             notes.append("what one change does, the strongest first:")
-            found = remedies(args.model, layout, hbm)[:6]
+            found = remedies(model, lo, hbm * GiB)[:6]
             notes += [f"  {flag:22}{peak / GiB:9,.2f} GiB  {says}" for flag, peak, says in found]
     return rows, notes
 
@@ -1629,7 +1616,7 @@ def explained(model, layout, stage):
     line = lambda name, size, formula: f"  {name:40}{size:>18,}  = {formula}"
     for item in stage.moments[stage.moment]:
         notes.append(line(item.name, item.bytes, item.formula.strip(" +")))
-    for layer in {model.is_moe(x): x for x in stage.layers if 0 <= x < model.layers}.values():
+    for layer in one_of_each(model, stage.layers):
         notes.append(f"layer {layer} keeps for backward, per micro-batch:")
         for s in kept_activations(model, layout, layer):
             put_in = substituted(s.formula, symbols(model, layout))
@@ -1637,26 +1624,40 @@ def explained(model, layout, stage):
     return notes
 
 
-def run_traffic(args):
+def run_traffic(
+    model,
+    layout,
+    node: "GPUs in a node" = 8,
+    inner: "GB/s per GPU in a node, one direction" = 450.0,
+    outer: "GB/s per GPU between nodes, one direction" = 50.0,
+):
     """Bytes and seconds by axis and collective, of a rank of the stage that sends most."""
-    validate(args.model, args.layout)
-    net, rank = Topology(args.node, args.inner * 1e9, args.outer * 1e9), busiest(args.model, args.layout)
-    rows = []
-    for x in sorted(traffic(args.model, args.layout, rank), key=lambda x: (x.axis, -x.sent)):
+    validate(model, layout)
+    net, rank, rows = Topology(node, inner * 1e9, outer * 1e9), busiest(model, layout), []
+    for x in sorted(traffic(model, layout, rank), key=lambda x: (x.axis, -x.sent)):
         row = {"axis": x.axis, "phase": x.phase, "collective": x.collective, "ranks": x.ranks}
         row |= {"calls": float(x.count), "MiB each": x.size / 2**20, "GiB sent": x.sent / GiB}
-        row |= {"ms": 1e3 * net.seconds(args.layout, x)}
-        row["links"] = "between nodes" if net.leaves_node(args.layout, x.axis) else "in a node"
-        rows.append(row | {"can run": "beside compute" if x.hideable else "exposed", "_bytes": x.sent})
-    notes = [f"{args.model.name} on {described(args.layout)}; a rank of stage {rank}, one step"]
-    notes += [f"{sum(row['GiB sent'] for row in rows):,.3f} GiB leave the rank, as rings: 2(n-1)/n of an all-reduce, (n-1)/n of the rest"]
-    notes += [f"times assume {args.inner:g} GB/s in a node of {args.node}, {args.outer:g} GB/s per GPU between nodes, one direction, 10 us a ring step"]
-    return rows or [{"axis": "none"}], notes
+        row |= {"ms": 1e3 * net.seconds(layout, x), "_bytes": x.sent}
+        row["links"] = "between nodes" if net.leaves_node(layout, x.axis) else "in a node"
+        rows.append(row | {"runs": "beside compute" if x.hideable else "exposed"})
+    all_of_it = sum(row["GiB sent"] for row in rows)
+    return rows or [{"axis": "none"}], [
+        f"{described(model, layout)}; a rank of stage {rank}, one step",
+        f"{all_of_it:,.3f} GiB leave the rank, as rings: 2(n-1)/n of an all-reduce, (n-1)/n of the rest",
+        f"times assume {inner:g} GB/s in a node of {node}, {outer:g} between nodes, per GPU and "
+        "direction, 10 us a ring step",
+    ]
 
 
-def run_bubble(args):
+def run_bubble(
+    schedule: ", ".join(SCHEDULES) = "1f1b",
+    p: "pipeline ranks" = 8,
+    m: "micro-batches" = 32,
+    v: "chunks per rank" = 1,
+    costs: "F,I,W,comm" = (1, 1, 1, 0),
+):
     """Bubble of a schedule by closed form, and what its ranks hold."""
-    b = bubble(args.schedule, args.p, args.m, args.v, args.costs)
+    b = bubble(schedule, p, m, v, costs)
     percent = lambda x: None if x is None else 100 * x
     rows = [
         {"of": "first start to last end", "time": b.makespan, "idle": b.idle}
@@ -1664,42 +1665,55 @@ def run_bubble(args):
         {"of": "longest span of a rank", "time": b.span, "idle": b.span_idle}
         | {"% of ideal": percent(b.span_ratio), "% of all": percent(b.span_fraction)},
     ]
-    held = [f"{float(in_flight(args.schedule, args.p, args.m, args.v, r)):g}" for r in range(args.p)]
-    notes = [f"{args.schedule}, p = {args.p}, m = {args.m}, v = {args.v}; F, I, W, comm = {args.costs}"]
-    notes += [f"ideal time {b.ideal:g}" + f"; {b.note}" * bool(b.note)]
-    return rows, notes + [f"micro-batches in flight, by rank: {' '.join(held)}"]
+    held = [f"{float(in_flight(schedule, p, m, v, rank)):g}" for rank in range(p)]
+    notes = [f"{schedule}, p = {p}, m = {m}, v = {v}; F, I, W, comm = {costs}; ideal {b.ideal:g}"]
+    form = f"idle = {_FORMS[schedule][0] or 'unknown'}, of a span {_FORMS[schedule][1] or 'the same'}"
+    return rows, [*notes, b.note or form, f"micro-batches in flight, by rank: {' '.join(held)}"]
 
 
-def run_compute(args):
+def run_compute(
+    model,
+    tokens: "to train on" = 1.4e12,
+    gpus: "how many" = 64,
+    gpu: ", ".join(PEAKS) = "h100",
+    precision: "bf16, fp8, tf32 or fp16" = "bf16",
+    sparse: "use the 2:4 sparse peak, twice the dense one" = False,
+    mfu: "assumed, unless --hours is given" = 0.4,
+    hours: "measured wall-clock hours: the MFU is computed" = 0.0,
+    convention: "how FLOPs are counted: " + ", ".join(CONVENTIONS) = "6N",
+    seq: "tokens in a sequence, for attention" = 8192,
+    batch: "tokens in a step" = 4e6,
+    price: "per GPU-hour" = 3.0,
+):
     """FLOPs by convention; hours, days and money at an MFU, or the MFU of measured hours."""
-    model, peak = args.model, peak_flops(args.gpu, args.precision, args.sparse)
-    rows = []
+    rows, peak = [], peak_flops(gpu, precision, sparse)
     for name, counts in CONVENTIONS.items():
-        each = float(flops_per_token(model, args.seq, name))
-        rows.append({"convention": name, "FLOPs/token": each, "FLOPs": each * args.tokens, "counts": counts})
-    flops = flops_per_token(model, args.seq, args.convention) * args.tokens
-    seconds = 3600 * args.hours if args.hours else flops / (args.gpus * peak * args.mfu)
-    share = mfu(flops, seconds, args.gpus, peak)
-    hours, kind = args.gpus * seconds / 3600, "2:4 sparse" if args.sparse else "dense"
-    notes = [
-        f"{model.name} on {args.gpus} {args.gpu}, {kind} {args.precision} peak {peak / 1e12:g} TFLOP/s",
-        f"MFU {share:.2%} by {args.convention}; with full recompute HFU {hfu(share, 'full'):.2%}",
-        f"{hours:,.0f} GPU-hours, {seconds / 86400:,.1f} days, {hours * args.price:,.0f} at {args.price:g} an hour",
-        f"{args.tokens / count_active(model):.3g} tokens per active parameter; about 20 is compute-optimal",
-        f"{args.tokens / args.batch:,.0f} steps of {args.batch:,.0f} tokens; twice the batch takes "
+        each = float(flops_per_token(model, seq, name))
+        rows.append({"convention": name, "FLOPs/token": each, "FLOPs": each * tokens})
+        rows[-1]["counts"] = counts
+    flops = flops_per_token(model, seq, convention) * tokens
+    seconds = 3600 * hours or flops / (gpus * peak * mfu)
+    share, spent = mfu_of(flops, seconds, gpus, peak), gpus * seconds / 3600
+    kind = f"{'2:4 sparse' if sparse else 'dense'} {precision} peak {peak / 1e12:g} TFLOP/s"
+    return rows, [
+        f"{model.name} on {gpus} {gpu}, {kind}",
+        f"MFU {share:.2%} by {convention}; HFU {hfu(share, 'full'):.2%} if all is recomputed",
+        f"{spent:,.0f} GPU-hours, {seconds / 86400:,.1f} days, {spent * price:,.0f} at {price:g} an hour",
+        f"{tokens / count_active(model):.3g} tokens per active parameter; about 20 is compute-optimal",
+        f"{tokens / batch:,.0f} steps of {batch:,.0f} tokens; twice the batch takes "
         f"{lr_scale(2):.3g} x the learning rate (square root)",
     ]
-    return rows, notes
 
 
-def run_guide(args):
+def run_guide(
+    section: "part of a section's title" = None, wrong: "only what does not hold" = False
+):
     """The guide's worked examples: its number, the recomputed one, whether it holds, and why."""
-    claims = guide_claims(args.section)
-    rows = [claim for claim in claims if not (args.wrong and claim["verdict"] == "holds")]
-    notes, section = [], None
+    claims, notes, last = guide_claims(section), [], None
+    rows = [claim for claim in claims if not (wrong and claim["verdict"] == "holds")]
     for c in rows:
-        notes += [f"\n{c['section']}"] * (c["section"] != section)
-        section, put_in = c["section"], substituted(c["formula"], c["inputs"])
+        notes += [f"\n{c['section']}"] * (c["section"] != last)
+        last, put_in = c["section"], substituted(c["formula"], c["inputs"])
         guide, here = (quantity(c[key], c["unit"]) for key in ("guide", "recomputed"))
         notes += [f"  line {c['lines'][0]}: {c['claim']}"]
         notes += [f"    guide {guide}; recomputed {here}; {c['verdict']}"]
@@ -1710,43 +1724,51 @@ def run_guide(args):
     return rows, [*notes, f"\n{len(claims)} claims: {holds} hold, {len(claims) - holds} do not"]
 
 
-def run_failures(args):
+def run_failures(
+    gpus: "numbers of GPUs" = (64, 512, 1024, 4096, 10000, 16384, 100000),
+    mtbf: "hours between failures of one GPU" = HOURS_PER_FAILURE,
+    save: "seconds that a checkpoint stops the job" = 60.0,
+    restart: "seconds from a failure to the next step" = 600.0,
+):
     """Hours between failures and the checkpoint interval that loses least, by number of GPUs."""
     rows = []
-    for gpus in args.gpus:
-        hours = hours_between_failures(gpus, args.mtbf)
-        young, daly = (f(args.save, 3600 * hours) for f in (young_interval, daly_interval))
-        row = {"GPUs": gpus, "hours between": hours, "a day": 24 / hours, "Young, min": young / 60}
-        lost = 100 * lost_share(daly, args.save, 3600 * hours, args.restart)
+    for n in gpus:
+        hours = hours_between_failures(n, mtbf)
+        young, daly = (f(save, 3600 * hours) for f in (young_interval, daly_interval))
+        row = {"GPUs": n, "hours between": hours, "a day": 24 / hours, "Young, min": young / 60}
+        lost = 100 * lost_share(daly, save, 3600 * hours, restart)
         rows.append(row | {"Daly, min": daly / 60, "% of time lost": lost})
-    ten = hours_between_failures(10_000, args.mtbf)
+    ten = hours_between_failures(10_000, mtbf)
     return rows, [
-        f"one GPU fails every {args.mtbf:,.0f} hours (Llama 3: 419 in 54 days on 16,384)",
-        f"a checkpoint stops the job for {args.save:g} s, a restart for {args.restart:g} s",
-        f"the guide: at 10,000 GPUs one an hour, and elsewhere 1 to 3 a day; here one in {ten:.1f} hours",
+        f"one GPU fails every {mtbf:,.0f} hours (Llama 3: 419 in 54 days on 16,384)",
+        f"a checkpoint stops the job for {save:g} s, a restart for {restart:g} s",
+        f"the guide: one an hour at 10,000 GPUs, elsewhere 1 to 3 a day; here one in {ten:.1f} hours",
     ]
 
 
-def run_offload(args):
+def run_offload(
+    model,
+    layout,
+    pcie: "GB/s per GPU to CPU memory" = 50.0,
+    nvme: "GB/s per GPU to NVMe" = 6.0,
+):
     """Bytes and seconds per step of states that live in CPU memory or on NVMe."""
-    validate(args.model, args.layout)
-    stage = heaviest(estimate(args.model, args.layout))
-    rows, ranks = [], args.layout.zero_ranks
+    stage, ranks, rows = heaviest(estimate(model, layout)), layout.zero_ranks, []
     for tier in "cpu", "nvme":
-        for what, size in offload_bytes(stage.params, ranks, args.layout.recipe, tier).items():
-            bandwidth = args.nvme if what.startswith("optimizer") else args.pcie
-            row = {"tier": tier, "what": what, "GiB": size / GiB, "seconds": size / 1e9 / bandwidth}
+        for what, size in offload_bytes(stage.params, ranks, layout.recipe, tier).items():
+            seconds = size / 1e9 / (nvme if what.startswith("optimizer") else pcie)
+            row = {"tier": tier, "what": what, "GiB": size / GiB, "seconds": seconds}
             rows.append(row | {"_bytes": size})
     return rows, [
-        f"{args.model.name} on {described(args.layout)}; {stage.params:,} parameters over {ranks} ranks",
-        f"assumes {args.pcie:g} GB/s per GPU to the CPU, {args.nvme:g} to NVMe, nothing overlapped",
+        f"{described(model, layout)}; {stage.params:,} parameters cut over {ranks} ranks",
+        f"assumes {pcie:g} GB/s per GPU to the CPU, {nvme:g} to NVMe, nothing overlapped",
     ]
 
 
-def run_worksheet(args):
+def run_worksheet(model, layout, hbm: "GiB of a GPU" = 80.0):
     """The guide's memory budget worksheet, filled in for the heaviest rank."""
-    lo, top = args.layout, heaviest(estimate(args.model, args.layout))
-    cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "whole on each dp rank"
+    lo, top = layout, heaviest(estimate(model, layout))
+    cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "whole on a dp rank"
     flight = in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)
     remarks = {
         "weights": f"/ tp {lo.tp} / pp {lo.pp}, {cut(3)}",
@@ -1758,10 +1780,9 @@ def run_worksheet(args):
     rows = [{"line": x, "GiB": size / GiB, "": remarks[x]} for x, size in grouped(top).items()]
     rows.append({"line": "exact", "GiB": top.peak / GiB, "": f"rank {top.rank}, at the {top.moment}"})
     for word, more in zip(("least", "most"), top.overhead):
-        remark = f"with {word} overhead, an estimate: {more / GiB:.1f} (the guide: 5 GB here, 11 later)"
+        remark = f"with {word} overhead, {more / GiB:.1f}, an estimate (the guide: 5 GB here, 11 later)"
         rows.append({"line": "total", "GiB": (top.peak + more) / GiB, "": remark})
-    verdict = top.verdict(args.hbm * GiB)
-    return rows, [f"{args.model.name} on {described(lo)}", f"{verdict}, of {args.hbm:g} GiB"]
+    return rows, [described(model, lo), f"{top.verdict(hbm * GiB)}, of {hbm:g} GiB"]
 
 
 PLOTS = {
@@ -1773,7 +1794,7 @@ PLOTS = {
 }
 
 
-def run_plot(args):
+def run_plot(model, layout, what: ", ".join(PLOTS), out: "a PNG, SVG or PDF file" = "picture.png"):
     """Draw one of the pictures to a file."""
     import matplotlib
 
@@ -1781,124 +1802,85 @@ def run_plot(args):
     from matplotlib import pyplot as plt
 
     figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    PLOTS[args.what](ax, args.model, args.layout)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    known = figure.canvas.get_supported_filetypes()
+    if Path(out).suffix[1:] not in known:
+        raise ValueError(f"--out {out}: its ending says no format; known are {', '.join(known)}")
     try:
-        figure.savefig(args.out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--out {args.out}: {error}") from error
+        PLOTS[nearest(what, PLOTS, "picture")](ax, model, layout)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from error
     finally:
         plt.close(figure)
-    return [{"picture": args.what, "file": args.out}], []
+    return [{"picture": what, "file": out}], []
 
 
-def add_layout_flags(parser, default=Layout()):
-    """A flag for every field of Layout."""
-    numbers = lambda text: tuple(int(word) for word in text.split(","))
-    for f in fields(Layout):
-        value, about = getattr(default, f.name), f.metadata
-        how = dict(type=numbers if f.type is tuple else f.type, choices=about["choices"])
-        how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else how
-        text = f"{about['help']} (default: {value if value != () else 'even'})"
-        parser.add_argument("--" + f.name.replace("_", "-"), default=value, help=text, **how)
+COMMANDS = [run_params, run_estimate, run_traffic, run_bubble, run_compute, run_guide]
+COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
 
 
 def positive(text):
-    """A number above zero: 1.4e12."""
+    """A number above zero, as 1.4e12."""
     if not 0 < float(text) < math.inf:
         raise ValueError(text)
     return float(text)
 
 
 def whole(text):
-    """A whole number above zero."""
-    if int(text) < 1:
-        raise ValueError(text)
+    """A whole number."""
     return int(text)
 
 
-def four_costs(text):
-    """F,I,W,comm: the first three above zero."""
-    costs = tuple(float(word) for word in text.split(","))
-    if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
-        raise ValueError(text)
-    return costs
+def numbers(text):
+    """Numbers with commas between, as 7,8,8,7."""
+    return tuple(int(word) if word.isdigit() else float(word) for word in text.split(","))
 
 
-# command: (what it runs, the inputs it takes); option: (how argparse reads it, default, help)
-_OPTIONS = {
-    "params": (run_params, "model explain", {}),
-    "estimate": (run_estimate, "model layout explain hbm", {
-        "--versus": (str, "", 'a second layout, as what differs from the first: "--tp 4 --sp"'),
-    }),
-    "traffic": (run_traffic, "model layout", {
-        "--node": (whole, 8, "GPUs in a node"),
-        "--inner": (positive, 450, "GB/s per GPU in a node, one direction"),
-        "--outer": (positive, 50, "GB/s per GPU between nodes, one direction"),
-    }),
-    "bubble": (run_bubble, "", {
-        "--schedule": (str, "1f1b", ", ".join(SCHEDULES)),
-        "--p": (whole, 8, "pipeline ranks"),
-        "--m": (whole, 32, "micro-batches"),
-        "--v": (whole, 1, "chunks per rank"),
-        "--costs": (four_costs, (1, 1, 1, 0), "F,I,W,comm"),
-    }),
-    "compute": (run_compute, "model", {
-        "--tokens": (positive, 1.4e12, "to train on"),
-        "--gpus": (whole, 64, "how many"),
-        "--gpu": (str, "h100", ", ".join(PEAKS)),
-        "--precision": (str, "bf16", "bf16, fp8, tf32, fp16"),
-        "--mfu": (positive, 0.4, "assumed, unless --hours is given"),
-        "--hours": (positive, None, "measured wall-clock hours: the MFU is computed"),
-        "--convention": (str, "6N", "how FLOPs are counted: " + ", ".join(CONVENTIONS)),
-        "--seq": (whole, 8192, "tokens in a sequence, for attention"),
-        "--batch": (positive, 4e6, "tokens in a step"),
-        "--price": (positive, 3, "per GPU-hour"),
-    }),
-    "guide": (run_guide, "", {"section": (str, None, "part of a section's title")}),
-    "failures": (run_failures, "", {
-        "--mtbf": (positive, HOURS_PER_FAILURE, "hours between failures of one GPU"),
-        "--save": (positive, 60, "seconds that a checkpoint stops the job"),
-        "--restart": (positive, 600, "seconds from a failure to the next step"),
-    }),
-    "offload": (run_offload, "model layout", {
-        "--pcie": (positive, 50, "GB/s per GPU to CPU memory"),
-        "--nvme": (positive, 6, "GB/s per GPU to NVMe"),
-    }),
-    "worksheet": (run_worksheet, "model layout hbm", {}),
-    "plot": (run_plot, "model layout", {"--out": (str, None, "a PNG, SVG or PDF file")}),
-}  # fmt: skip
+def add_flag(parser, name, default, text, choices=None):
+    """A flag whose default says how it is read; without a default, or with None, a bare word."""
+    if default in (None, inspect.Parameter.empty):
+        parser.add_argument(name, nargs="?" if default is None else None, help=text)
+        return
+    flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default})".replace("%", "%%")
+    kind = {int: whole, float: positive, tuple: numbers}.get(type(default), str)
+    how = dict(type=kind, choices=choices)
+    how = dict(action=argparse.BooleanOptionalAction) if type(default) is bool else how
+    parser.add_argument(flag, default=default, help=text, **how)
+
+
+def add_layout_flags(parser, default=Layout()):
+    """A flag for every field of Layout."""
+    for f in fields(Layout):
+        add_flag(parser, f.name, getattr(default, f.name), f.metadata["help"], f.metadata["choices"])
+
+
+def parsed_layout(text, default):
+    """The layout that flags in a text make of another; argparse exits with 2 where they are wrong."""
+    parser = argparse.ArgumentParser(prog="--versus", add_help=False)
+    add_layout_flags(parser, default)
+    return Layout(**vars(parser.parse_args(text.split())))
 
 
 def build_parser():
-    """The command line."""
+    """The command line, from the signatures of COMMANDS."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (run, inputs, options) in _OPTIONS.items():
+    for run in COMMANDS:
+        name = run.__name__.removeprefix("run_")
         sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print data instead of text")
-        if "model" in inputs:
-            which = sub.add_mutually_exclusive_group()
-            which.add_argument("--model", default="llama-3-8b", help="a released model, by name")
-            which.add_argument("--config", help="a Hugging Face config.json")
-        if "layout" in inputs:
-            add_layout_flags(sub)
-        if "hbm" in inputs:
-            sub.add_argument("--hbm", type=positive, default=80, help="GiB of a GPU (H100: 79.6)")
-        if "explain" in inputs:
-            sub.add_argument("--explain", action="store_true", help="show where the numbers are from")
-        for flag, (kind, default, text) in options.items():
-            more = {} if flag.startswith("-") else {"nargs": "?"}
-            more |= {"required": True} if flag == "--out" else {}
-            sub.add_argument(flag, type=kind, default=default, help=f"{text} ({default})", **more)
-    flags = {name: sub.add_argument for name, sub in commands.choices.items()}
-    flags["guide"]("--wrong", action="store_true", help="only what does not hold")
-    flags["compute"]("--sparse", action="store_true", help="the 2:4 sparse peak, twice the dense one")
-    scale = [64, 512, 1024, 4096, 10000, 16384, 100000]
-    flags["failures"]("--gpus", type=whole, nargs="+", default=scale)
-    flags["plot"]("what", choices=PLOTS)
+        for option in inspect.signature(run).parameters.values():
+            if option.name == "model":
+                which = sub.add_mutually_exclusive_group()
+                which.add_argument("--model", default="llama-3-8b", help="a released model, by name")
+                which.add_argument("--config", help="a Hugging Face config.json")
+            elif option.name == "layout":
+                add_layout_flags(sub)
+            else:
+                add_flag(sub, option.name, option.default, option.annotation)
     return parser
 
 
@@ -1916,16 +1898,13 @@ def read_config(path):
 def main(argv=None):
     """Run one command; wrong input is answered by a sentence and exit status 2."""
     args = build_parser().parse_args(argv)
+    given = {name: vars(args).get(name) for name in inspect.signature(args.run).parameters}
     try:
-        if "model" in args:
-            args.model = read_config(args.config) if args.config else preset(args.model)
-        if "tp" in args:
-            args.layout = Layout(**{f.name: getattr(args, f.name) for f in fields(Layout)})
-        if getattr(args, "versus", ""):
-            parser = argparse.ArgumentParser(prog="--versus", add_help=False)
-            add_layout_flags(parser, args.layout)
-            args.versus = Layout(**vars(parser.parse_args(args.versus.split())))
-        rows, notes = args.run(args)
+        if "model" in given:
+            given["model"] = read_config(args.config) if args.config else preset(args.model)
+        if "layout" in given:
+            given["layout"] = Layout(**{f.name: getattr(args, f.name) for f in fields(Layout)})
+        rows, notes = args.run(**given)
     except ValueError as refused:
         print(refused, file=sys.stderr)
         return 2
@@ -1933,7 +1912,7 @@ def main(argv=None):
         rows = [{key.lstrip("_"): value for key, value in row.items()} for row in rows]
         print(json.dumps({"rows": rows, "notes": notes}, indent=1))
     else:
-        print("\n".join(([] if args.command == "guide" else [table(rows)]) + notes))
+        print("\n".join(([] if args.run is run_guide else table(rows)) + notes))
     return 0
 
 

@@ -281,7 +281,7 @@ class Block(torch.nn.Module):
         return x[:, : x.shape[1] // self.lo.tp] if self.lo.sp else x
 
     def qkv(self, x):
-        m, lo = self.m, self.lo
+        m = self.m
         heads = lambda t, d: t.unflatten(-1, (-1, d))
         turn = lambda t: t * self.cos[: t.shape[1], None, : t.shape[-1]]
         if not m.mla:
@@ -956,7 +956,7 @@ def test_mem_01_mfu_names_its_peak():
     assert round(480e12 / dense, 3) == 0.485 and round(480e12 / sparse, 3) == 0.243
     assert (mm.peak_flops("h100-pcie"), mm.peak_flops("h100-nvl")) == (756e12, 835e12)
     flops = mm.training_flops(7e10, 16_384_000)
-    assert round(mm.mfu(flops, 13.5 * 3600, 16, mm.peak_flops("a100")), 4) == 0.0284
+    assert round(mm.mfu_of(flops, 13.5 * 3600, 16, mm.peak_flops("a100")), 4) == 0.0284
     with pytest.raises(ValueError, match="nearest are h100"):
         mm.peak_flops("h1000")
     with pytest.raises(ValueError, match="precision of a100"):
@@ -966,10 +966,10 @@ def test_mem_01_mfu_names_its_peak():
 def test_an_mfu_above_one_is_refused():
     """The guide's fine-tune: 5,000 tokens/s a GPU of a 70B model would be 212 % of an H100."""
     with pytest.raises(ValueError, match="MFU 212%: impossible"):
-        mm.mfu(mm.training_flops(70e9, 5000), 1, 1, mm.peak_flops("h100"))
+        mm.mfu_of(mm.training_flops(70e9, 5000), 1, 1, mm.peak_flops("h100"))
     with pytest.raises(ValueError, match="MBU 120%"):
         mm.mbu(1.2e12, 1, 1e12)
-    assert mm.mfu(1.0, 1, 1, 1.0) == 1 and mm.mbu(1, 2, 1) == 0.5
+    assert mm.mfu_of(1.0, 1, 1, 1.0) == 1 and mm.mbu(1, 2, 1) == 0.5
 
 
 def test_mem_03_attention_flops_by_convention():
