@@ -347,7 +347,7 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
                 done[result(op)] = clock[rank], rank
                 awake += asleep.pop(result(op), ())
     _complete(schedule, at, asleep, done, last)
-    return Timeline(sorted(cells, key=lambda cell: cell.end), kept)
+    return Timeline(sorted(cells, key=lambda cell: (cell.end, cell.start)), kept)
 
 
 def _complete(schedule, at, asleep, done, last):
@@ -500,8 +500,8 @@ def gantt(timelines, path, columns=1):
     every, rows = list(timelines.values()), math.ceil(len(timelines) / columns)
     most, longest = max(max(t.peak) for t in every), max(t.makespan for t in every)
     height = 0.5 + rows * (0.45 + 0.36 * max(len(t.ranks) for t in every))
-    figure = Figure(figsize=(13, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    figure = Figure(figsize=(6 + 7 * columns, height), layout="constrained")
+    panels = [*figure.subplots(rows, columns, squeeze=False).flat]
     for axes in panels:
         axes.set_axis_off()
     for axes, (title, timeline) in zip(panels, timelines.items()):
@@ -509,7 +509,7 @@ def gantt(timelines, path, columns=1):
         axes.set_title(f"{title}   bubble {bubble:.1%} of the step, holds {peak:.3g} micro-batches",
                        loc="left", fontsize=10)  # fmt: skip
         axes.set(xlim=(0, longest), ylim=(len(timeline.ranks) - 0.4, -0.5))
-        _panel(axes, timeline, most, narrow=longest * columns / 130)
+        _panel(axes, timeline, most, narrow=longest / 100)
     kinds = [k for k in NAMES if any(op.kind == k for t in every for c in t.cells for op in c.ops)]
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in kinds]
     patches.append(Patch(fc="#9a9a9a", label="activations held"))
@@ -530,7 +530,7 @@ def _panel(axes, timeline, most, narrow):
                 if width > narrow:
                     ink = "white" if op.kind == "W" else "black"
                     middle = left + width / 2, rank - 0.12
-                    axes.text(*middle, op.microbatch, color=ink, ha="center", va="center", size=7)
+                    axes.text(*middle, op.microbatch, color=ink, ha="center", va="center", size=6.5)
                 left += width
         times, levels = zip(*timeline.held(rank))
         curve = [rank + 0.48 - 0.3 * level / most for level in levels]
@@ -942,7 +942,7 @@ def report(args, p, out=print):
     m, costs = args.microbatches, tuple(args.costs)
     out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. Bubble: what the makespan, or a")
     out("rank's span, has beyond the busiest rank's work; next: a further step without a barrier;")
-    out("held: micro-batches, worst rank; =: by closed form, where exact (* of the span's bubble)\n")
+    out("held: micro-batches, worst rank; =: closed form where exact, * for a span's bubble\n")
     out(f"{'':15}makespan  bubble  /step /ideal  span's       =    next   held     =  messages")
     for name, schedule in schedules(args, p).items():
         t, given = simulate(schedule, costs), (args.chunks or 2, args.group, args.limit, costs)
@@ -978,6 +978,7 @@ def train(args, name, schedule, group, device):
 
 def plot(args, name, schedule, group):
     """Three pictures: the schedule predicted above measured; all schedules; bubbles over m/p."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     p, measured = len(schedule), measure(schedule, group)
@@ -996,8 +997,10 @@ def plot(args, name, schedule, group):
             made = [SCHEDULES[key](p, k * p) for k in times]
             bubbles = [round(1 - simulate(lists).ideal / length(lists), 6) for lists in made]
             curves[tuple(bubbles)].append(key)
-        for bubbles, marker in zip(sorted(curves, reverse=True), "osD^v<>PX*ph"):
-            axes.plot(times, bubbles, marker=marker, lw=1.2, label=" = ".join(curves[bubbles]))
+        for bubbles, names in sorted(curves.items(), reverse=True):
+            k = list(every).index(names[0])
+            look = dict(color=colormaps["cividis"](k / 13), marker="osD^v<>PX*dh"[k], lw=1.2)
+            axes.plot(times, bubbles, **look, markeredgecolor="black", label=" = ".join(names))
         axes.set(title=title, xlabel=f"micro-batches per rank, m/p, at p = {p}", xticks=times)
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
@@ -1247,8 +1250,8 @@ if __name__ == "__main__":
     parser.add_argument("--chunks", type=int, help="stages per rank, where interleaved; default 2")
     parser.add_argument("--group", type=int, help="micro-batches per turn, where interleaved")
     parser.add_argument("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
-    parser.add_argument("--costs", default=[1, 1, 1, 0], metavar="F,I,W,COMM", help="to predict with",
-                        type=lambda text: [float(cost) for cost in text.split(",")])  # fmt: skip
+    numbers = lambda text: [float(number) for number in text.split(",")]
+    parser.add_argument("--costs", type=numbers, default=[1, 1, 1, 0], metavar="F,I,W,COMM")
     parser.add_argument("--simulate", action="store_true", help="predict, and start no ranks")
     parser.add_argument("--json", action="store_true", help="with --simulate: each cell's times")
     parser.add_argument("--list", action="store_true", help="the schedules and their formulas")

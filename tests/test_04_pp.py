@@ -1,0 +1,693 @@
+"""04_pp_schedules: lists against papers, torch and closed forms; the executor against one process,
+the ledger and the simulator; and the reported faults of pipelines."""
+
+import json
+import random
+import re
+import time
+import weakref
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, chapter, on_ranks, run_script
+
+pp = chapter("04_pp_schedules")
+CPU = torch.device("cpu")
+SCRIPT = ROOT / "04_pp_schedules.py"
+question = pytest.mark.question
+world = lambda: dist.group.WORLD
+Op, SCHEDULES, simulate = pp.Op, pp.SCHEDULES, pp.simulate
+
+
+def made(name, p, m, **options):
+    """The schedule, or None where the shape is refused."""
+    return None if name == "dualpipe" and p % 2 else SCHEDULES[name](p, m, **options)
+
+
+def spelled(schedule):
+    return [" ".join("&".join(f"{op.kind}{op.microbatch}" for op in c) for c in r) for r in schedule]
+
+
+# ── lists ────────────────────────────────────────────────────────────────────────────────────
+
+SPANS = "p2 m2 m4 m8 m16, p4 m4 m8 m16 m32, p8 m8 m16 m32 m64"
+TABLE = {  # makespan[/span] (most held), F = I = W = 1, by a simulation that this course did not write
+    "gpipe": "9(2) 15(4) 27(8) 51(16) 21(4) 33(8) 57(16) 105(32) 45(8) 69(16) 117(32) 213(64)",
+    "1f1b": "9(2) 15(2) 27(2) 51(2) 21(4) 33(4) 57(4) 105(4) 45(8) 69(8) 117(8) 213(8)",
+    "eager-1f1b": "9(2) 15(3) 27(3) 51(3) 21(4) 33(7) 57(7) 105(7) 45(8) 69(15) 117(15) 213(15)",
+    "interleaved": "7.5(2) 13.5(2.5) 25.5(2.5) 49.5(2.5) 16.5(4) 28.5(5.5) 52.5(5.5) 100.5(5.5) "
+    "34.5(8) 58.5(11.5) 106.5(11.5) 202.5(11.5)",
+    "interleaved v=4": "6.75(2) 12.75(2.25) 24.75(2.25) 48.75(2.25) 14.25(4) 26.25(4.75) 50.25(4.75) "
+    "98.25(4.75) 29.25(8) 53.25(9.75) 101.25(9.75) 197.25(9.75)",
+    "looped-bfs": "7.5(2) 13.5(4) 25.5(8) 49.5(16) 16.5(4) 28.5(8) 52.5(16) 100.5(32) 34.5(8) "
+    "58.5(16) 106.5(32) 202.5(64)",
+    "zb-h1": "7(2) 13(2) 25(2) 49(2) 15(4) 27(4) 51(4) 99(4) 31(8) 55(8) 103(8) 199(8)",
+    "zb-h2": "7(2) 13/12(3) 25/24(3) 49/48(3) 16/15(4) 27/24(7) 51/48(7) 99/96(7) 34/31(8) 55/48(15) "
+    "103/96(15) 199/192(15)",
+    "zb-auto": "7(2) 13/12(3) 25/24(3) 49/48(3) 15(4) 27/24(7) 51/48(7) 99/96(7) 31(8) 55/48(15) "
+    "103/96(15) 199/192(15)",
+    "zb-v": "7(2) 12.5/12(2) 24.5/24(2) 48.5/48(2) 15(4) 25.5/24(4) 49.5/48(4) 97.5/96(4) 31(8) "
+    "51.5/48(8) 99.5/96(8) 195.5/192(8)",
+    "interleaved-zb": "6.5(2) 12.5(2) 24.5(2) 48.5(2) 13.5(4) 25.5(4) 49.5(4) 97.5(4) 27.5(8) "
+    "51.5(8) 99.5(8) 195.5(8)",
+    "dualpipev": "- 13(2.5) 25(2.5) 49(2.5) - 27(4.5) 51(4.5) 99(4.5) - 55(8.5) 103(8.5) 199(8.5)",
+    "dualpipe": "- 12(3) 24(3) 48(3) - 26(5) 50(5) 98(5) - 54(9) 102(9) 198(9)",
+}
+
+
+@question("Q4.1")
+@question("Q4.2")
+@question("Q4.3")
+@pytest.mark.parametrize("row", TABLE)
+def test_makespan_span_and_memory_are_those_of_an_independent_simulation(row):
+    name, _, v = row.partition(" v=")
+    shapes = [(p, k * p) for p in (2, 4, 8) for k in (1, 2, 4, 8)]
+    for (p, m), wanted in zip(shapes, TABLE[row].split(), strict=True):
+        if wanted != "-":
+            makespan, span, held = re.fullmatch(r"([\d.]+)(?:/([\d.]+))?\(([\d.]+)\)", wanted).groups()
+            t = simulate(SCHEDULES[name](p, m, **({"v": int(v)} if v else {})))
+            assert t.makespan == float(makespan), (p, m)
+            assert t.span == float(span or makespan), (p, m)
+            assert max(t.peak) == float(held), (p, m)
+
+
+FIGURES = {  # Zero Bubble (arXiv:2401.10241), figures 2 and 3, p = 4 and m = 8
+    "1f1b": """F0F1F2F3............B0__F4B1__F5B2__F6B3__F7B4__..B5__..B6__..B7__
+               ..F0F1F2........B0__F3B1__F4B2__F5B3__F6B4__F7B5__..B6__..B7__....
+               ....F0F1....B0__F2B1__F3B2__F4B3__F5B4__F6B5__F7B6__..B7__........
+               ......F0B0__F1B1__F2B2__F3B3__F4B4__F5B5__F6B6__F7B7__............""",
+    "zb-h1": """F0F1F2F3......I0W0F4I1W1F5I2W2F6I3W3F7I4W4I5W5I6W6I7W7
+                ..F0F1F2....I0F3I1W0F4I2W1F5I3W2F6I4W3F7I5W4I6W5I7W6W7
+                ....F0F1..I0F2I1F3I2W0F4I3W1F5I4W2F6I5W3F7I6W4I7W5W6W7
+                ......F0I0F1I1F2I2F3I3W0F4I4W1F5I5W2F6I6W3F7I7W4W5W6W7""",
+    "zb-h2": """F0F1F2F3F4F5F6I0W0F7I1W1I2W2I3W3I4W4I5W5I6W6I7W7......
+                ..F0F1F2F3F4I0F5I1F6I2W0F7I3W1I4W2I5W3I6W4I7W5W6W7....
+                ....F0F1F2I0F3I1F4I2F5I3F6I4W0F7I5W1I6W2I7W3W4W5W6W7..
+                ......F0I0F1I1F2I2F3I3F4I4F5I5F6I6W0F7I7W1W2W3W4W5W6W7""",
+}
+
+
+@question("Q4.1")
+@question("Q4.2")
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_of_the_zero_bubble_paper_cell_for_cell(name):
+    assert pp.sketch(simulate(SCHEDULES[name](4, 8))).split() == FIGURES[name].split()
+
+
+KINDS = dict(FORWARD="F", FULL_BACKWARD="B", BACKWARD_INPUT="I", BACKWARD_WEIGHT="W")
+TORCH = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped-bfs": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble", "zb-v": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+def torch_cells(rank):
+    for action in rank:
+        if action and action.computation_type.name in [*KINDS, "OVERLAP_F_B"]:
+            parts = action.sub_actions or [action]
+            yield tuple(Op(KINDS[a[1].name], a.stage_index, a.microbatch_index) for a in parts)
+
+
+@question("Q4.1")
+@question("Q4.2")
+@pytest.mark.parametrize("name", TORCH)
+def test_lists_are_torchs_own(name):
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    for p, m in [(p, k * p) for p in (2, 4, 8) for k in (1, 2, 4)]:
+        if name == "dualpipev" and m < 2 * p:
+            continue  # torch refuses these
+        theirs = [list(torch_cells(rank)) for rank in get_schedule_ops(TORCH[name], p, m)]
+        ours = SCHEDULES[name](p, m)
+        if name == "1f1b":  # torch's table, not its runtime, is off by one on the last rank
+            theirs, ours = theirs[:-1], ours[:-1]
+        if name == "looped-bfs":  # torch takes a chunk's backwards last micro-batch first
+            mirrored = lambda op: op._replace(microbatch=m - 1 - op.microbatch)
+            turn = lambda cell: tuple(op if op.kind == "F" else mirrored(op) for op in cell)
+            ours = [[turn(cell) for cell in cells] for cells in ours]
+        assert ours == theirs, (p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
+    """pp-01: fewer micro-batches than ranks, and numbers that do not divide."""
+    for p in (1, 2, 3, 4, 8):
+        for m in (1, 2, 3, 4, 5, 7, 8, 12, 13):
+            if not (schedule := made(name, p, m)):
+                continue
+            simulate(schedule)
+            place = pp.placement(schedule)
+            count = Counter(op[:3] for cells in schedule for cell in cells for op in cell)
+            assert set(count.values()) == {1}
+            stages = 1 + max(stage for _, stage in place)
+            for stage in range(stages):
+                for i in range(m):
+                    kinds = "".join(k for k in "FBIW" if (k, stage, i) in count)
+                    assert kinds in ("FB", "FIW"), (p, m, stage, i, kinds)
+
+
+@question("Q4.1")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
+    exact = 0
+    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0)]:
+        for kept in (1, 0.5):
+            for p in (2, 4, 8):
+                for m in {1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p, 8 * p}:
+                    bubble, peaks, messages = pp.closed_form(name, p, m, costs=costs, kept=kept)
+                    t = simulate(SCHEDULES[name](p, m), costs, kept)
+                    assert t.messages == messages
+                    if peaks:
+                        exact += 1
+                        whole = getattr(t, pp.FORMULAS[name][1])
+                        assert whole - t.ideal == pytest.approx(bubble), (costs, p, m)
+                        assert t.peak == pytest.approx(peaks), (costs, kept, p, m)
+    assert exact >= (12 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 80)
+
+
+def test_latency_costs_what_it_must():
+    """Only 1F1B pays with every p micro-batches; a step further ahead hides it."""
+    for p in (2, 4, 8):
+        for m in (2 * p, 4 * p):
+            for c in (0.1, 0.25, 1):
+                more = {
+                    name: simulate(SCHEDULES[name](p, m), (1, 1, 1, c)).makespan
+                    - simulate(SCHEDULES[name](p, m)).makespan
+                    for name in ("gpipe", "eager-1f1b", "1f1b", "interleaved")
+                }
+                assert more["gpipe"] == pytest.approx(2 * (p - 1) * c)
+                assert more["eager-1f1b"] == pytest.approx(2 * (p - 1) * c)
+                assert more["1f1b"] == pytest.approx(2 * c * ((p - 1) * m // p + p - 2))
+                if c < 1:
+                    assert more["interleaved"] == pytest.approx(2 * (2 * p - 1) * c)
+    for p in (2, 4, 8):
+        t, late = (simulate(SCHEDULES["zb-h1"](p, 4 * p), (1, 1, 1, c)).span for c in (0, 0.25))
+        assert late - t == pytest.approx(4 * (p - 1) * 0.25)
+
+
+def test_what_a_further_step_costs():
+    wanted = {"zb-h2": 24, "zb-v": 24, "zb-auto": 24, "zb-h1": 27, "interleaved": 28.5, "gpipe": 33,
+              "1f1b": 33, "dualpipev": 27, "interleaved-zb": 25.5}  # fmt: skip
+    assert {name: pp.marginal(SCHEDULES[name](4, 8)) for name in wanted} == wanted
+
+
+@question("Q4.2")
+def test_one_warm_up_forward_too_few_and_one_too_many():
+    short = pp.looped(4, 8, lambda s: max(0, 2 - s))
+    assert simulate(short).makespan == 54
+    long = simulate(pp.looped(4, 8, lambda s: 4 - s))
+    assert (long.makespan, long.peak) == (33, [5, 4, 3, 2])
+    assert simulate(SCHEDULES["1f1b"](4, 8)).peak == [4, 3, 2, 1]
+
+
+def test_greedy_zero_bubble_reaches_the_bound_of_each_memory_limit():
+    for limit, bubble in [(8, 7), (10, 5), (12, 3), (15, 0)]:
+        t = simulate(SCHEDULES["zb-auto"](8, 32, limit=limit, kept=0.5), kept=0.5)
+        assert (t.span - t.ideal, max(t.peak) <= limit) == (bubble, True)
+    assert simulate(SCHEDULES["zb-auto"](4, 8, limit=4, kept=0.5)).makespan == 27  # ZB-H1's
+    for limit in (1, 2, 3):
+        for costs in [(1, 1, 1, 0.5), (1, 1.3, 0.6, 2)]:
+            assert max(simulate(SCHEDULES["zb-auto"](4, 8, limit=limit, costs=costs)).peak) <= limit
+
+
+def test_groups_that_stall_or_deadlock():
+    """pp-02: p = 8, m = 12 in groups of 8 never ends; p = 4, m = 6 in groups of 4 takes 27.5."""
+    truncated = lambda p, m, g: pp.looped(p, m, lambda s: 2 * (p - 1 - s) + g, 2, g)
+    with pytest.raises(ValueError, match="no rank can go on: rank 0 at F8.9 for F7.9") as stuck:
+        simulate(truncated(8, 12, 8))
+    assert len(re.findall(r"rank \d at \w+\.\d+ for \w\d+\.\d+", str(stuck.value))) == 8
+    assert simulate(truncated(4, 6, 4)).makespan == 27.5
+    assert simulate(SCHEDULES["interleaved"](4, 6)).makespan == 22.5
+    for m in range(8, 30):  # the default group always reaches the bound
+        t = simulate(SCHEDULES["interleaved"](8, m))
+        assert t.makespan - t.ideal == 7 * 3 / 2
+    with pytest.raises(ValueError, match=r"--group 8 with --microbatches 12 stalls 8 ranks: .*12"):
+        SCHEDULES["interleaved"](8, 12, g=8)
+    peaks = [max(simulate(SCHEDULES["interleaved"](8, 24, g=g)).peak) for g in (8, 12, 24)]
+    assert peaks == [11.5, 13.5, 19.5]
+
+
+def test_lists_that_cannot_be_run_are_refused():
+    F, B = (lambda *at: (Op("F", *at),)), (lambda *at: (Op("B", *at),))
+    good = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]
+    assert simulate(good).makespan == 6
+    with pytest.raises(ValueError, match="rank 0 at B0.0 for G1.0, rank 1 at B1.0 for F1.0"):
+        simulate([good[0], good[1][::-1]])
+    with pytest.raises(ValueError, match="rank 1 has F1.0 a second time"):
+        simulate([good[0], good[1] + [F(1, 0)]])
+    with pytest.raises(ValueError, match="no rank has G0.0"):
+        simulate([good[0][:1], good[1]])
+    with pytest.raises(ValueError, match="no rank has W1.0"):
+        simulate([good[0], [F(1, 0), (Op("I", 1, 0),)]])
+    with pytest.raises(ValueError, match="none can be negative"):
+        simulate(good, (1, 1, -1, 0))
+    fused = [[(Op("F", 0, 0), Op("B", 0, 0))]]
+    with pytest.raises(ValueError, match="rank 0 at F0.0&B0.0 for F0.0"):
+        simulate(fused)  # a cell starts when all of it can: this one needs its own result
+
+
+def test_the_bubbles_of_deepseeks_table_by_its_own_letters():
+    """pp-10: there, B is the whole backward; p = 8, F = W = 1, B = 2, F&B = 3."""
+    ours = {name: pp.closed_form(name, 8, 16)[0] for name in ("1f1b", "zb-h1", "dualpipe")}
+    assert ours == {"1f1b": 7 * (1 + 2), "zb-h1": 7 * (1 + 2 - 2 * 1), "dualpipe": 3 * (3 + 2 - 3)}
+    for name, bubble in ours.items():
+        t = simulate(SCHEDULES[name](8, 16))
+        assert t.makespan - t.ideal == bubble
+    assert max(simulate(SCHEDULES["dualpipe"](8, 16)).peak) == 8 + 1
+    with pytest.raises(ValueError, match="--ranks 3 is odd"):
+        SCHEDULES["dualpipe"](3, 8)
+
+
+def test_costs_by_stage_and_by_micro_batch():
+    slow = simulate(SCHEDULES["1f1b"](4, 8), (lambda s, i: 1 + (s == 2), 1, 1, 0))
+    assert slow.ideal == 8 * 4 and slow.makespan > 33
+    uneven = simulate(SCHEDULES["gpipe"](1, 3), (lambda s, i: i, lambda s, i: 10 * i, 1, 0))
+    assert uneven.makespan == 3 + 30 + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sixty_four_ranks_and_512_micro_batches_in_two_seconds(name):
+    schedule = SCHEDULES[name](64, 512)
+    start = time.process_time()
+    simulate(schedule)
+    assert time.process_time() - start < 2
+
+
+def test_a_picture_has_all_its_colours_and_numbers(tmp_path):
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    pp.gantt({"a": simulate(SCHEDULES["dualpipev"](2, 4))}, tmp_path / "a.png")
+    pixels = (imread(tmp_path / "a.png")[..., :3] * 255).round().reshape(-1, 3)
+    for kind, color in pp.COLORS.items():
+        wanted = torch.tensor(to_rgb(color)).mul(255).round().numpy()
+        assert (pixels == wanted).all(-1).sum() > 2000, kind  # the legend alone has fewer
+    greys = [sum(w * c for w, c in zip((0.3, 0.59, 0.11), to_rgb(k))) for k in pp.COLORS.values()]
+    assert all(light - dark > 0.12 for light, dark in zip(greys, greys[1:]))
+
+
+# ── the executor ─────────────────────────────────────────────────────────────────────────────
+
+
+def proofs(shapes):
+    """What `check` finds on this rank for every schedule and (p, m), with what it should find."""
+    rows, me, p = [], dist.get_rank(), dist.get_world_size()
+    for m in shapes:
+        batch = pp.proof_batch(m, CPU)
+        for name in SCHEDULES:
+            schedule = made(name, p, m)
+            error, sent, held = pp.check(schedule, 2 * p, batch, world())
+            unit = batch[0][0].numel() * 16 * 8
+            t, (_, peaks, messages) = simulate(schedule, kept=pp.KEPT), pp.closed_form(
+                name, p, m, kept=pp.KEPT
+            )
+            wanted = [messages * unit, t.peak[me] * 2 * 9 * unit]
+            formula = peaks[me] * 2 * 9 * unit if peaks else wanted[1]
+            rows.append((name, m, error, [sent, held], wanted, formula))
+    return rows
+
+
+def assert_proofs(p, shapes):
+    for rows in on_ranks(p, proofs, shapes, timeout=120):
+        for name, m, error, found, wanted, formula in rows:
+            assert error < 1e-10, (name, p, m)
+            assert found == pytest.approx(wanted, abs=0.5), (name, p, m)
+            assert wanted[1] == pytest.approx(formula, abs=0.5), (name, p, m)
+
+
+@question("Q4.4")
+@question("Q4.5")
+@question("Q4.6")
+@pytest.mark.parametrize("p, shapes", [(2, (1, 2, 4, 8)), (4, (1, 3, 4, 8))])
+def test_every_schedule_computes_sends_and_holds_what_it_should(p, shapes):
+    """pp-01 too: m < p. Each micro-batch has another number of bytes that count."""
+    assert_proofs(p, shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p, shapes", [(4, (16,)), (8, (3, 8, 16, 32))])
+def test_every_schedule_on_more_ranks(p, shapes):
+    assert_proofs(p, shapes)
+
+
+def trained(names, steps, optimizer=torch.optim.SGD):
+    """After some steps by each schedule: this rank's parameters, by name of schedule."""
+    p, results, m = dist.get_world_size(), {}, 4
+    for name in names:
+        schedule = made(name, p, m)
+        stages = pp.mine(schedule, pp.build(1 + max(pp.placement(schedule))[1], 2 * p), world())
+        params = {q for stage in stages.values() for q in stage.double().parameters()}
+        stepper = optimizer(params, lr=0.1)
+        for _ in range(steps):
+            stepper.zero_grad()
+            pp.execute(schedule, stages, pp.proof_batch(m, CPU), world())
+            pp.share_gradients(schedule, stages, world())
+            stepper.step()
+        named = [pair for stage in stages.values() for pair in stage.named_parameters()]
+        results[name] = {key: value.detach().tolist() for key, value in named}
+    return results
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_tied_ends_and_copies_stay_equal_and_follow_the_twin(p):
+    """pp-04: on two ranks, or on one (zb-v), or all weights twice (dualpipe). SGD shows scale."""
+    (twin,) = pp.build(1, 2 * p)
+    stepper = torch.optim.SGD(twin.double().parameters(), lr=0.1)
+    x, y, divisors = zip(*pp.proof_batch(4, CPU))
+    for _ in range(5):
+        stepper.zero_grad()
+        twin(None, (torch.cat(x), torch.cat(y), divisors[0])).backward()
+        stepper.step()
+    wanted = dict(twin.named_parameters())
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"):
+        copies = [ranks[name] for ranks in on_ranks(p, trained, [name], 5)]
+        seen = Counter(key for copy in copies for key in copy)
+        assert seen.keys() == wanted.keys()
+        assert seen["embedding.weight"] == (1 if name == "zb-v" else 2)
+        assert set(seen.values()) - {1} == ({2} if name != "zb-v" else set())
+        for key, value in wanted.items():
+            alike = [copy[key] for copy in copies if key in copy]
+            assert all(copy == alike[0] for copy in alike), f"copies of {key} drifted by {name}"
+            assert pp.relative_error(torch.tensor(alike[0], dtype=torch.float64), value) < 1e-10
+
+
+class Blocking:
+    """A work that is done: the call that made it waited."""
+
+    def wait(self):
+        pass
+
+
+def blocked_run(names, m):
+    """With sends and receives that return only when the other side has come: errors by name."""
+    p, real = dist.get_world_size(), (dist.isend, dist.irecv)
+    blocking = [lambda *a, _real=r, **k: (_real(*a, **k).wait(), Blocking())[1] for r in real]
+    errors = {}
+    for name in names:
+        with patch.object(dist, "isend", blocking[0]), patch.object(dist, "irecv", blocking[1]):
+            schedule, batch = made(name, p, m), pp.proof_batch(m, CPU)
+            stages = pp.mine(schedule, pp.build(1 + max(pp.placement(schedule))[1], 2 * p), world())
+            for stage in stages.values():
+                stage.double()
+            pp.execute(schedule, stages, batch, world())
+        pp.share_gradients(schedule, stages, world())
+        wanted, _ = pp.twin_gradients(2 * p, batch)
+        named = [pair for stage in stages.values() for pair in stage.named_parameters()]
+        errors[name] = max(pp.relative_error(q.grad, wanted[key]) for key, q in named)
+    return errors
+
+
+@question("Q4.6")
+@pytest.mark.parametrize("p, m", [(2, 4), (2, 7), (4, 8)])
+def test_nothing_deadlocks_even_if_each_message_blocked(p, m):
+    """pp-05: NCCL keeps the order of one stream, and p = 2 has one peer for both directions."""
+    for errors in on_ranks(p, blocked_run, list(SCHEDULES), m):
+        assert max(errors.values()) < 1e-10
+
+
+def shuffled(p, v, m, seed):
+    """A schedule that nobody would write: any order in which it could run one at a time."""
+    pick, last = random.Random(seed), p * v - 1
+    place = [pick.randrange(p) for _ in range(p * v)]
+    place[:p] = range(p)
+    todo = [Op(k, s, i) for s in range(p * v) for i in range(m) for k in "FIW"]
+    done, lists = set(), [[] for _ in range(p)]
+    while todo:
+        op = pick.choice([op for op in todo if all(n in done for n in pp.needs(op, last))])
+        todo.remove(op)
+        done.add(pp.result(op))
+        lists[place[op.stage]].append((op,))
+    return lists
+
+
+def any_order(seeds):
+    """The largest error over shuffled schedules, by seed."""
+    p, batch = dist.get_world_size(), pp.proof_batch(3, CPU)
+    layers = 2 * p
+    return [pp.check(shuffled(p, 2, 3, seed), layers, batch, world())[0] for seed in seeds]
+
+
+@question("Q4.3")
+@question("Q4.6")
+def test_any_order_that_can_run_is_run():
+    for p in (2, 3):
+        assert max(max(errors) for errors in on_ranks(p, any_order, range(6))) < 1e-10
+
+
+class Wide(pp.Sleeper):
+    """A stage that passes on 64 MiB."""
+
+    def __init__(self, last):
+        super().__init__((0, 0, 0), last)
+
+    def boundary(self, microbatch):
+        return torch.empty(2**24)
+
+    def forward(self, x, microbatch, later=None):
+        first = torch.zeros(2**24, requires_grad=True) if x is None else x
+        return super().forward(first, microbatch, later)
+
+
+def wide():
+    schedule = SCHEDULES["1f1b"](2, 3)
+    with pp.Ledger() as ledger:
+        pp.execute(schedule, {dist.get_rank(): Wide(dist.get_rank() == 1)}, range(3), world())
+    return ledger.sent["isend"]
+
+
+def test_large_messages_in_the_steady_state():
+    """pp-05: neighbours that both send first would do so only while messages are small."""
+    assert on_ranks(2, wide) == [3 * 2**26] * 2
+
+
+def in_a_subgroup():
+    groups = [dist.new_group(ranks) for ranks in ([3, 1], [2, 0])]
+    group = groups[dist.get_rank() % 2 == 0]
+    return pp.check(SCHEDULES["interleaved"](2, 4), 4, pp.proof_batch(4, CPU), group)[0]
+
+
+def test_peers_are_ranks_of_the_group():
+    assert max(on_ranks(4, in_a_subgroup)) < 1e-10
+
+
+def frozen(name):
+    """pp-09: stage 2 frozen, and one matrix of stage 1. Gradients, and W's closures per cell."""
+    schedule, ran = SCHEDULES[name](4, 8), []
+    stages = pp.mine(schedule, pp.build(4, 8), world())
+    stage = stages[dist.get_rank()].double()
+    if dist.get_rank() == 2:
+        stage.requires_grad_(False)
+    if dist.get_rank() == 1:
+        stage.blocks["2"].up.requires_grad_(False)
+    plain = stage.forward
+
+    def forward(h, microbatch, later=None):
+        out = plain(h, microbatch, later)
+        if later is not None:
+            ran.append(later)
+        return out
+
+    stage.forward, sizes = forward, []
+    weights = pp._Rank.weights
+
+    def counted(self, s, i):
+        sizes.append(len(self.owed[s, i]))
+        return weights(self, s, i)
+
+    with patch.object(pp._Rank, "weights", counted):
+        pp.execute(schedule, stages, pp.proof_batch(8, CPU), world())
+    left = sum(map(len, ran))
+    gradients = {k: None if q.grad is None else q.grad.tolist() for k, q in stage.named_parameters()}
+    return gradients, sizes, left
+
+
+@question("Q4.4")
+def test_frozen_weights_owe_nothing_and_nothing_is_left_at_the_step():
+    whole, split = on_ranks(4, frozen, "1f1b"), on_ranks(4, frozen, "zb-h1")
+    owed = [4, 3, 0, 5]  # matrices: two blocks of two; the last stage has the head as well
+    for rank, ((plain, *_), (deferred, sizes, left)) in enumerate(zip(whole, split)):
+        assert sizes == [owed[rank]] * 8 and left == 0
+        for key, value in plain.items():
+            assert (value is None) == (deferred[key] is None), key
+            if value is not None:
+                found, wanted = (torch.tensor(g, dtype=torch.float64) for g in (deferred[key], value))
+                assert pp.relative_error(found, wanted) < 1e-14, key
+    assert all(value is None for value in split[2][0].values())
+    assert split[1][0]["blocks.2.up.weight"] is None
+
+
+def callbacks(name):
+    """(stage, whether its gradients were final) for each call of last_backward."""
+    schedule, calls = SCHEDULES[name](2, 4), []
+    stages = pp.mine(schedule, pp.build(1 + max(pp.placement(schedule))[1], 4), world())
+    copies = lambda s: [q.grad.clone() for q in stages[s].blocks.parameters()]
+    batch = pp.proof_batch(4, CPU)
+    pp.execute(schedule, stages, batch, world(), last_backward=lambda s: calls.append((s, copies(s))))
+    return [(s, all(map(torch.equal, then, copies(s)))) for s, then in calls], sorted(stages)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
+def test_last_backward_is_called_once_a_stage_and_not_before_its_last_gradient(name):
+    for calls, stages in on_ranks(2, callbacks, name):
+        assert sorted(stage for stage, _ in calls) == stages
+        assert all(final for _, final in calls)
+
+
+def validation():
+    batch, p = pp.proof_batch(3, CPU), dist.get_world_size()
+    schedule = [[cell for cell in cells if cell[0].kind == "F"] for cells in SCHEDULES["zb-v"](p, 3)]
+    stages = pp.mine(schedule, pp.build(2 * p, 2 * p), world())
+    scale = pp.Scale(block for stage in stages.values() for block in stage.double().blocks.values())
+    called = []
+    losses, _ = pp.execute(schedule, stages, batch, world(), last_backward=called.append)
+    grads = [q.grad for stage in stages.values() for q in stage.parameters()]
+    return sum(losses.values(), torch.zeros(())).item(), len(losses), scale.peak, called, grads
+
+
+def test_lists_of_only_forwards_validate():
+    _, loss = pp.twin_gradients(4, pp.proof_batch(3, CPU))
+    answers = on_ranks(2, validation)
+    assert answers[0][0] == pytest.approx(loss.item(), rel=1e-12)
+    assert [answer[1] for answer in answers] == [3, 0]
+    for _, _, saved, called, grads in answers:
+        assert saved == 0 and not called and set(grads) == {None}
+
+
+def alive_outputs():
+    """GPipe: the most sent tensors that were alive when one more was sent."""
+    sent, most, real = [], [0], dist.isend
+
+    def isend(tensor, **kwargs):
+        most[0] = max(most[0], sum(ref() is not None for ref in sent))
+        sent.append(weakref.ref(tensor))
+        return real(tensor, **kwargs)
+
+    with patch.object(dist, "isend", isend):
+        pp.check(SCHEDULES["gpipe"](2, 12), 4, pp.proof_batch(12, CPU), world(), share=False)
+    return most[0], len(sent)
+
+
+def test_an_output_is_freed_once_it_is_sent():
+    for most, sent in on_ranks(2, alive_outputs):
+        assert sent == 12 and most <= 2
+
+
+class Logged:
+    """A receive whose wait is logged."""
+
+    def __init__(self, log, number, work):
+        self.log, self.number, self.work = log, number, work
+
+    def wait(self):
+        self.log.append(("wait", self.number))
+        self.work.wait()
+
+
+def posted_ahead(name):
+    """How many receives this rank posted, and how many before a computation that came before
+    their wait."""
+    log, run, irecv = [], pp._Rank.run, dist.irecv
+    stages = pp.mine(SCHEDULES[name](4, 8), [pp.Sleeper((0.001,) * 3, s == 3) for s in range(4)], world())
+
+    def logged_run(self, op):
+        log.append(("run", op))
+        return run(self, op)
+
+    def logged_irecv(*args, **kwargs):
+        log.append(("irecv", len(log)))
+        return Logged(log, len(log) - 1, irecv(*args, **kwargs))
+
+    with patch.object(pp._Rank, "run", logged_run), patch.object(dist, "irecv", logged_irecv):
+        pp.execute(SCHEDULES[name](4, 8), stages, range(8), world())
+    posts = [number for what, number in log if what == "irecv"]
+    between = [log[number : log.index(("wait", number))] for number in posts]
+    return len(posts), sum(any(what == "run" for what, _ in events) for events in between)
+
+
+@question("Q4.6")
+@pytest.mark.parametrize("name, ahead", [("gpipe", [7, 14, 14, 7]), ("1f1b", [4, 4, 4, 0])])
+def test_receives_are_posted_ahead_of_a_computation_that_hides_them(name, ahead):
+    found = on_ranks(4, posted_ahead, name)
+    assert [posted for posted, _ in found] == [8, 16, 16, 8]
+    assert all(early >= least for (_, early), least in zip(found, ahead)), found
+
+
+def measured(name):
+    """A run with stages of different speed: its cells, as (rank, ops, start, end), on every rank."""
+    p, m = dist.get_world_size(), 5
+    schedule = made(name, p, m)
+    stages = 1 + max(pp.placement(schedule))[1]
+    speed = [0.006 + 0.004 * ((3 * s) % stages) for s in range(stages)]
+    model = [pp.Sleeper((t, 1.3 * t, 0.7 * t), s == stages - 1) for s, t in enumerate(speed)]
+    pp.execute(schedule, pp.mine(schedule, model, world()), range(m), world())  # warms up
+    dist.barrier()
+    _, timed = pp.execute(schedule, pp.mine(schedule, model, world()), range(m), world())
+    return timed
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h2", "zb-v"])
+def test_measured_durations_simulated_give_the_measured_order(name):
+    p = 3
+    cells = [cell for timed in on_ranks(p, measured, name) for cell in timed]
+    took = {(op.kind, op.stage, op.microbatch): c.end - c.start for c in cells for op in c.ops}
+    whole = lambda s, i: took.get(("I", s, i)) or took[("B", s, i)]
+    costs = (lambda s, i: took["F", s, i], whole, lambda s, i: took.get(("W", s, i), 0), 0)
+    predicted = {c.ops: c.start for c in simulate(made(name, p, 5), costs).cells}
+    zero = min(cell.start for cell in cells)
+    found = {cell.ops: cell.start - zero for cell in cells}
+    slack = 0.02 * max(found.values()) + 0.004  # messages take time that costs leave out
+    for a in found:
+        for b in found:
+            if predicted[b] - predicted[a] > slack:
+                assert found[a] < found[b], (a, b)
+
+
+# ── as its user runs it ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (["--microbatches", 0], "--microbatches 0: at least 1"),
+    (["--chunks", 0], "--chunks 0: at least 1"),
+    (["--schedule", "dualpipe", "--ranks", 3], "--ranks 3 is odd"),
+    (["--schedule", "gpipe", "--chunks", 2], "--chunks 2 means nothing to --schedule gpipe"),
+    (["--schedule", "interleaved", "--group", 3], "--group 3 with --microbatches 8 stalls 4 ranks"),
+    (["--schedule", "zb-auto", "--limit", 0], "--limit 0"),
+    (["--costs", "1,1,1"], "four numbers"),
+    (["--costs=-1,1,1,0"], "none can be negative"),
+    (["--simulate", "--costs", "1,1,1"], "four numbers"),
+    (["--plot", "no/such/folder"], "there is no folder"),
+])  # fmt: skip
+def test_what_cannot_work_is_a_sentence(wrong, says):
+    done = run_script(SCRIPT, *wrong)
+    assert done.returncode == 2 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_predictions_need_no_ranks():
+    done = run_script(SCRIPT, "--simulate", "--ranks", 16, "--microbatches", 64, "--schedule", "zb-h1")
+    assert done.returncode == 0 and re.search(r"zb-h1 +207 +15 ", done.stdout)
+    done = run_script(SCRIPT, "--simulate", "--json", "--costs", "2,3,1,0.5", "--schedule", "1f1b")
+    cells = json.loads(done.stdout)["1f1b"]
+    assert max(end for *_, end in cells) == simulate(SCHEDULES["1f1b"](4, 8), (2, 3, 1, 0.5)).makespan
+    listed = run_script(SCRIPT, "--list").stdout
+    assert all(name in listed for name in SCHEDULES)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_it_learns_from_text(name):
+    done = run_script(SCRIPT, "--ranks", 2, "--steps", 21, "--schedule", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    entropy = float(re.search(r"entropy is ([\d.]+)", done.stdout)[1])
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[0] > 5 and losses[-1] < entropy - 0.3
+
+
+def test_pictures(tmp_path):
+    done = run_script(SCRIPT, "--ranks", 2, "--microbatches", 4, "--schedule", "zb-h1",
+                      "--plot", tmp_path / "a")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"a_gantt.png", "a_all.png", "a_bubbles.png"}
