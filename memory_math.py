@@ -23,7 +23,7 @@ economics, MFU/HFU/MBU; `guide` prints the guide's own numbers beside the recomp
 """
 # T tokens of a micro-batch on this rank · b micro-batch · s sequence here · S whole sequence
 # h hidden · A heads (a here) · K key/value heads (k here) · d head size · F ffn width (f here)
-# V vocabulary · e bytes per element · t tensor-parallel ranks · L layers · p stages · m micro-batches
+# V vocabulary · e bytes per element · L layers · p pipeline ranks · m micro-batches
 
 import argparse
 import ast
@@ -39,6 +39,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 GiB = 2**30
 GUIDE = Path(__file__).with_name("memory_math_guide.json")
@@ -173,7 +174,7 @@ class Weight:
         return math.prod(self.shape)
 
     def local(self, degrees):
-        """Elements on one rank; a dimension that does not divide is padded up, as vocabularies are."""
+        """Elements on one rank; what does not divide is padded up, as vocabularies are."""
         return math.prod(-(-n // degrees.get(axis, 1)) for n, axis in zip(self.shape, self.axes))
 
 
@@ -240,9 +241,11 @@ def weights(model):
     def add(section, layer, prefix=""):
         for name, dims, kind, *where in _WEIGHTS[section]:
             if not where or evaluate(where[0], names):
-                split = [dim.rpartition("/") if "/" in dim else (dim, "", None) for dim in dims.split()]
-                shape = tuple(evaluate(size, names) for size, _, _ in split)
-                out.append(Weight(prefix + name, shape, tuple(x for _, _, x in split), layer, kind))
+                sizes, axes = zip(
+                    *(dim.split("/") if "/" in dim else (dim, "") for dim in dims.split())
+                )
+                shape = tuple(evaluate(size, names) for size in sizes)
+                out.append(Weight(prefix + name, shape, axes, layer, kind))
 
     add("first", -1)
     for layer in range(model.layers):
@@ -349,8 +352,8 @@ def model_from_config(config, name="model"):
     return Model(**(shape | traits))
 
 
-# The released config.json files, a line each: six columns, then what else matters. experts: how many,
-# per token, their width, shared ones, dense layers first. mla: ranks and head sizes.
+# The released config.json files, a line each: six columns, then what else matters. experts: how
+# many, per token, their width, shared ones, dense layers first. mla: ranks and head sizes.
 _COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 _COLUMNS += "num_key_value_heads vocab_size".split()
 _MORE = {
@@ -387,9 +390,12 @@ qwen3-14b        qwen3        5120 17408  40  40   8 151936 head_dim=128
 qwen3-32b        qwen3        5120 25600  64  64   8 151936 head_dim=128
 qwen3-30b-a3b    qwen3_moe    2048  6144  48  32   4 151936 head_dim=128 experts=128,8,768,0,0
 qwen3-235b-a22b  qwen3_moe    4096 12288  94  64   4 151936 head_dim=128 experts=128,8,1536,0,0
-deepseek-v2-lite deepseek_v2  2048 10944  27  16  16 102400 experts=64,6,1408,2,1 mla=0,512,64,128,128
-deepseek-v2      deepseek_v2  5120 12288  60 128 128 102400 experts=160,6,1536,2,1 mla=1536,512,64,128,128
-deepseek-v3      deepseek_v3  7168 18432  61 128 128 129280 experts=256,8,2048,1,3 mla=1536,512,64,128,128
+deepseek-v2-lite deepseek_v2  2048 10944  27  16  16 102400 experts=64,6,1408,2,1
+  mla=0,512,64,128,128
+deepseek-v2      deepseek_v2  5120 12288  60 128 128 102400 experts=160,6,1536,2,1
+  mla=1536,512,64,128,128
+deepseek-v3      deepseek_v3  7168 18432  61 128 128 129280 experts=256,8,2048,1,3
+  mla=1536,512,64,128,128
 gemma-2b         gemma        2048 16384  18   8   1 256000
 gemma-7b         gemma        3072 24576  28  16  16 256000
 gemma-2-2b       gemma2       2304  9216  26   8   4 256000
@@ -404,7 +410,8 @@ gpt2-medium      gpt2         1024  4096  24  16  16  50257
 gpt2-large       gpt2         1280  5120  36  20  20  50257
 gpt2-xl          gpt2         1600  6400  48  25  25  50257
 """
-RELEASED = {line.split()[0]: line.split()[1:] for line in _RELEASED.strip().splitlines()}
+_LINES = _RELEASED.replace("\n  ", " ").strip().splitlines()
+RELEASED = {name: words for name, *words in map(str.split, _LINES)}
 
 
 @lru_cache(maxsize=64)
@@ -424,21 +431,22 @@ def preset(name):
 # schedule | idle of the makespan | idle of the span, if another | where that holds | held by rank s
 # p ranks, q = p-1, r = p-1-s ranks behind s · m micro-batches in groups of g · v chunks per rank
 # F forward, I input gradient, W weight gradient, B all three, for all layers of a rank · c a hop
+# X the shorter of forward and backward · n = m - (2p-1), micro-batches beyond the longest warm-up
 # k what zb-auto may hold. Sources: Narayanan et al. 2021; Qi et al. 2024 (zero bubble); DeepSeek-V3
 # report (DualPipe, an estimate where F, I, W differ). The tests hold each line to a simulation.
 SCHEDULE_FORMS = """
-gpipe          | q*B + 2*q*c              | | True | m
-1f1b           | q*B + 2*c*(q*m/p + p-2)  | | not c or m % p == 0 | r + 1
-eager-1f1b     | q*B + 2*q*c              | | 2*c <= B | 2*r + 1
-interleaved    | q*B/v + 2*(v*p-1)*c      | | not c or m % p == 0 and p*v*c <= g*min(F, I+W) | (2*r + (v-1)*g + 1)/v
-looped-bfs     | q*B/v + 2*q*c            | | not c or m % p == 0 and p*v*c <= (m-p)*min(F, I+W) | m
-zb-h1          | q*(F+I-W) + 4*q*c        | | W <= min(F, I) and (not c or m >= 2*p and 2*c <= W) | p
-zb-h2          | q*max(F+c, F+I-2*W+2*c)  | q*max(0, F+I-2*W+2*c) | W <= F and m >= 2*p-1 and 2*c <= F+I | 2*p - 1
-zb-auto        |                          | max(0, q*(I+2*c) + (p-k)*F) | W <= min(F, I) | k
-zb-v           | q*F/2 + (5*p-7)*c        | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
-interleaved-zb | q*(F+I-W)/v              | | W <= min(F, I) and not c | p
-dualpipev      | q*(F+2*I-W)/2            | | not c | p + 1/2
-dualpipe       | (p/2-1)*(F+2*I-W)        | | not c | p + 1
+gpipe          | q*B + 2*q*c             | | True | m
+1f1b           | q*B + 2*c*(q*m/p + p-2) | | m%p == 0 or not c | r+1
+eager-1f1b     | q*B + 2*q*c             | | 2*c <= B | 2*r+1
+interleaved    | q*B/v + 2*(v*p-1)*c     | | m%p == 0 and p*v*c <= g*X or not c | (2*r+1+(v-1)*g)/v
+looped-bfs     | q*B/v + 2*q*c           | | m%p == 0 and p*v*c <= (m-p)*X or not c | m
+zb-h1          | q*(F+I-W) + 4*q*c       | | W <= min(F, I) and (m >= 2*p and 2*c <= W or not c) | p
+zb-h2          | q*max(F+c, F+I-2*W+2*c) | q*max(0, F+I-2*W+2*c) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
+zb-auto        |                         | max(0, q*(I+2*c) + (p-k)*F) | W <= min(F, I) | k
+zb-v           | q*F/2 + (5*p-7)*c       | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
+interleaved-zb | q*(F+I-W)/v             | | W <= min(F, I) and not c | p
+dualpipev      | q*(F+2*I-W)/2           | | not c | p+1/2
+dualpipe       | (p/2-1)*(F+2*I-W)       | | not c | p+1
 """
 _FORMS = {name: cells for name, *cells in parse_table("[all]" + SCHEDULE_FORMS)["all"]}
 SCHEDULES = tuple(_FORMS)
@@ -465,7 +473,7 @@ RECIPES = {
 
 
 def _knob(default, text, choices=None):
-    return field(default=default, metadata={"help": text, "choices": choices})
+    return field(default=default, metadata={"text": text, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -588,7 +596,7 @@ def validate(model, layout):
         raise ValueError(f"--tp {lo.tp} does not divide {m.kv_heads} key/value heads: use {use}")
     pieces = (2 * lo.cp if lo.cp > 1 else 1) * (lo.tp if lo.sp else 1)
     if lo.seq % pieces:
-        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, and tp by sp)")
+        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, tp by sp)")
     check_schedule(lo.schedule, lo.pp, lo.m, lo.v)
     stages = 1 + max(map(max, rank_stages(lo.schedule, lo.pp, lo.v)))
     if stages > m.layers:
@@ -760,7 +768,7 @@ def layer_activations(model, layout, layer=0):
 
 
 def kept_activations(model, layout, layer=0):
-    """`layer_activations` after recompute: all, all but the attention core, or the layer's input."""
+    """`layer_activations` after recompute: all, all but the attention core, or only the input."""
     if layout.recompute == "full":
         return saved_in(model, layout, "boundary")
     saved = layer_activations(model, layout, layer)
@@ -905,7 +913,7 @@ def _state_items(layout, parts):
         units[layer] += n * (group != "buffer")
     unit, work = max(units.values()), []
     for name, part, count in ("gathered", "weights", 2), ("unreduced", "gradients", 1):
-        if layout.zero >= (3 if part == "weights" else 2):  # this layer's, and the next one's weights
+        if layout.zero >= (3 if part == "weights" else 2):  # weights: of the next layer as well
             count, width = min(count, len(units)), recipe[part]
             work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
     return list(items.values()), work
@@ -940,12 +948,12 @@ def stage_memory(model, layout, rank=0):
     states, work = _state_items(layout, parts)
     held = _held_activations(model, layout, rank, layers)
     redo = [recomputed(model, layout, x) for x in one_of_each(model, layers)]
-    redo = [Item("one layer recomputed", max(map(total, redo)), "what it keeps when not recomputed")]
+    redo = [Item("one layer recomputed", max(map(total, redo)), "what it keeps otherwise")]
     names, has_head = symbols(model, layout), model.layers in layers
     peak = saved_in(model, layout, "loss peak") if has_head else ()
     peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]
     moments = {
-        "loss" if has_head else "last forward": states + held + peak + work[:1] * (layout.zero == 3),
+        "loss" if has_head else "last forward": states + held + peak + work[: layout.zero == 3],
         "deepest backward": states + held + redo * (layout.recompute != "none") + work,
         "optimizer step": states,
     }
@@ -965,7 +973,7 @@ def heaviest(stages):
 
 
 def grouped(stage, moment=None):
-    """{weights, gradients, optimizer, activations, buffers: bytes} of a StageMemory, at its peak."""
+    """{weights, gradients, optimizer, activations, buffers: bytes} of a rank, at its peak."""
     sums = dict.fromkeys("weights gradients optimizer activations buffers".split(), 0)
     for item in stage.moments[moment or stage.moment]:
         last = "optimizer" if item.name in PARTS[3:] else item.name.split()[-1]
@@ -1212,21 +1220,22 @@ class Bubble:
 
 
 def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
-    """`Bubble` of a schedule by its line of SCHEDULE_FORMS. costs: (F, I, W, comm), for all layers of
-    a rank and one hop. limit: micro-batches that zb-auto may hold, by default 2p - 1."""
+    """`Bubble` of a schedule by its line of SCHEDULE_FORMS. costs: (F, I, W, comm), for all layers
+    of a rank and one hop. limit: micro-batches that zb-auto may hold, by default 2p - 1."""
     p, m, v, k = int(p), int(m), int(v), limit or 2 * int(p) - 1
     check_schedule(schedule, p, m, v)
     if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
         raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
     F, I, W, c = costs
-    names = dict(p=p, q=p - 1, m=m, v=v, k=k, g=m // max(1, m // p), F=F, I=I, W=W, B=F + I + W, c=c)
+    names = dict(p=p, q=p - 1, m=m, v=v, k=k, g=m // max(1, m // p), n=m - 2 * p + 1, c=c)
+    names |= dict(F=F, I=I, W=W, B=F + I + W, X=min(F, I + W), min=min, max=max)
     idle, span, where, _ = _FORMS[schedule]
     made = lambda idle, span, *how: Bubble(schedule, m * (F + I + W), idle, span, *how)
     if p == 1:
         return made(0, 0)
-    if not evaluate(where, names | dict(min=min)):
+    if not evaluate(where, names):
         return made(None, None, False, f"no closed form: simulate it. One holds where {where}")
-    first, second = (evaluate(x, names | dict(max=max)) if x else None for x in (idle, span or idle))
+    first, second = (evaluate(x, names) if x else None for x in (idle, span or idle))
     if schedule == "zb-auto":
         return made(first, second, False, f"a lower bound, if {k} micro-batches may be held")
     exact = F == I == W or not schedule.startswith("dualpipe")
@@ -1256,7 +1265,7 @@ def peak_flops(gpu, precision="bf16", sparse=False):
 
 
 def attention_flops(layers, heads, head_dim, seq, causal=False, v_dim=None):
-    """Scores and their product with V, per token, forward and backward: 12 L a d s, half if causal."""
+    """Scores and their sum over V, a token, forward and backward: 12 L a d s; half if causal."""
     both = head_dim + (head_dim if v_dim is None else v_dim)
     return 6 * layers * heads * both * seq / (2 if causal else 1)
 
@@ -1308,8 +1317,8 @@ def mfu_of(flops, seconds, gpus, peak):
     share = flops / (seconds * gpus * peak)
     if share > 1 + 1e-9:
         raise ValueError(
-            f"MFU {share:.0%}: impossible. {flops:.4g} FLOPs in {seconds:.4g} s are more than {gpus} "
-            f"GPUs of {peak:.4g} FLOP/s can do; look for a wrong peak, count or time"
+            f"MFU {share:.0%}: impossible. {gpus} GPUs of {peak:.4g} FLOP/s cannot do {flops:.4g} "
+            f"FLOPs in {seconds:.4g} s; look for a wrong peak, count or time"
         )
     return share
 
@@ -1359,7 +1368,7 @@ def young_interval(save, mtbf):
 
 
 def daly_interval(save, mtbf):
-    """The same to higher order, for saves that are not short beside the MTBF (Daly 2006, eq. 37)."""
+    """The same to higher order, where saves are not short beside the MTBF (Daly 2006, eq. 37)."""
     if save >= 2 * mtbf:
         return mtbf
     x = math.sqrt(save / (2 * mtbf))
@@ -1420,9 +1429,10 @@ def quantity(value, unit=""):
         low, high = (quantity(end, unit) for end in value)
         if value[0] == 0:
             return f"at most {high}"
+        if value[1] >= 1e4 * value[0]:
+            return f"at least {low}"
         number, _, rest = low.partition(" ")
-        same = high.endswith(rest)
-        return f"at least {low}" if value[1] >= 1e4 * value[0] else f"{number if same else low} to {high}"
+        return f"{number if high.endswith(rest) else low} to {high}"
     head, _, rest = unit.partition(" ")
     short = {"bytes": "B", "bytes/s": "B/s", "bits/s": "b/s", "FLOP/s": "FLOP/s"}.get(head)
     for prefix, size in ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6):
@@ -1487,7 +1497,7 @@ def plot_memory(ax, model, layout):
     spread = [(b - a) / 2 for a, b in zip(low, high)]
     style = dict(fmt="none", ecolor="black", capsize=3, label="total with overhead, a range")
     ax.errorbar(range(len(stages)), middle, spread, **style)
-    ax.set(xlabel="pipeline rank", ylabel="GiB at the peak", title=f"{model.name}, one rank per stage")
+    ax.set(xlabel="pipeline rank", ylabel="GiB at the peak", title=f"{model.name}, rank by rank")
 
 
 def plot_zero(ax, model, layout):
@@ -1563,10 +1573,10 @@ def described(model, layout):
     changed = {name: x for name, x in changed.items() if x != getattr(Layout(), name)}
     say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     flags = "".join(f" --{name.replace('_', '-')} {say(x)}" for name, x in changed.items())
-    return f"{model.name} on {layout.world} GPU{'s' * (layout.world > 1)}{flags.replace(' True', '')}"
+    return f"{model.name}, world of {layout.world}:{flags.replace(' True', '') or ' one rank'}"
 
 
-def run_params(model, explain: "list every tensor" = False):
+def run_params(model, explain: Annotated[bool, "list every tensor"] = False):
     """Parameters of a model, by kind."""
     rows = [{"kind": kind, "parameters": n} for kind, n in parameters_by_kind(model).items()]
     if explain:
@@ -1580,9 +1590,9 @@ def run_params(model, explain: "list every tensor" = False):
 def run_estimate(
     model,
     layout,
-    hbm: "GiB of a GPU; an 80 GB H100 shows 79.6" = 80.0,
-    explain: "print each formula with its numbers put in" = False,
-    versus: 'a second layout, as what differs from the first: "--tp 4 --sp"' = "",
+    hbm: Annotated[float, "GiB of a GPU; an 80 GB H100 shows 79.6"] = 80.0,
+    explain: Annotated[bool, "print each formula with its numbers put in"] = False,
+    versus: Annotated[str, 'a second layout, as what differs from the first: "--tp 4 --sp"'] = "",
 ):
     """Memory of a rank of every stage, whether it fits, and what to change."""
     rows, notes = [], []
@@ -1601,7 +1611,7 @@ def run_estimate(
         low, high = ((top.peak + more) / GiB for more in top.overhead)
         notes += ["", described(model, lo)]
         notes += [f"heaviest is rank {top.rank}: {top.peak / GiB:,.2f} GiB exact"]
-        notes += [f"with CUDA, NCCL, fragmentation, an estimate: {low:,.1f} to {high:,.1f} of {hbm:g}"]
+        notes += [f"with overhead, an estimate: {low:,.1f} to {high:,.1f} of {hbm:g} GiB"]
         notes += explained(model, lo, top) if explain else []
         if top.verdict(hbm * GiB) != "fits":
             notes.append("what one change does, the strongest first:")
@@ -1627,9 +1637,9 @@ def explained(model, layout, stage):
 def run_traffic(
     model,
     layout,
-    node: "GPUs in a node" = 8,
-    inner: "GB/s per GPU in a node, one direction" = 450.0,
-    outer: "GB/s per GPU between nodes, one direction" = 50.0,
+    node: Annotated[int, "GPUs in a node"] = 8,
+    inner: Annotated[float, "GB/s per GPU in a node, one direction"] = 450.0,
+    outer: Annotated[float, "GB/s per GPU between nodes, one direction"] = 50.0,
 ):
     """Bytes and seconds by axis and collective, of a rank of the stage that sends most."""
     validate(model, layout)
@@ -1643,18 +1653,18 @@ def run_traffic(
     all_of_it = sum(row["GiB sent"] for row in rows)
     return rows or [{"axis": "none"}], [
         f"{described(model, layout)}; a rank of stage {rank}, one step",
-        f"{all_of_it:,.3f} GiB leave the rank, as rings: 2(n-1)/n of an all-reduce, (n-1)/n of the rest",
+        f"{all_of_it:,.3f} GiB leave it, as rings: 2(n-1)/n of an all-reduce, (n-1)/n of others",
         f"times assume {inner:g} GB/s in a node of {node}, {outer:g} between nodes, per GPU and "
         "direction, 10 us a ring step",
     ]
 
 
 def run_bubble(
-    schedule: ", ".join(SCHEDULES) = "1f1b",
-    p: "pipeline ranks" = 8,
-    m: "micro-batches" = 32,
-    v: "chunks per rank" = 1,
-    costs: "F,I,W,comm" = (1, 1, 1, 0),
+    schedule: Annotated[str, ", ".join(SCHEDULES)] = "1f1b",
+    p: Annotated[int, "pipeline ranks"] = 8,
+    m: Annotated[int, "micro-batches"] = 32,
+    v: Annotated[int, "chunks per rank"] = 1,
+    costs: Annotated[tuple, "F,I,W,comm"] = (1, 1, 1, 0),
 ):
     """Bubble of a schedule by closed form, and what its ranks hold."""
     b = bubble(schedule, p, m, v, costs)
@@ -1667,23 +1677,24 @@ def run_bubble(
     ]
     held = [f"{float(in_flight(schedule, p, m, v, rank)):g}" for rank in range(p)]
     notes = [f"{schedule}, p = {p}, m = {m}, v = {v}; F, I, W, comm = {costs}; ideal {b.ideal:g}"]
-    form = f"idle = {_FORMS[schedule][0] or 'unknown'}, of a span {_FORMS[schedule][1] or 'the same'}"
-    return rows, [*notes, b.note or form, f"micro-batches in flight, by rank: {' '.join(held)}"]
+    idle, span, *_ = _FORMS[schedule]
+    form = b.note or f"idle = {idle}; of a span {span or 'the same'}"
+    return rows, [*notes, form, f"micro-batches in flight, by rank: {' '.join(held)}"]
 
 
 def run_compute(
     model,
-    tokens: "to train on" = 1.4e12,
-    gpus: "how many" = 64,
-    gpu: ", ".join(PEAKS) = "h100",
-    precision: "bf16, fp8, tf32 or fp16" = "bf16",
-    sparse: "use the 2:4 sparse peak, twice the dense one" = False,
-    mfu: "assumed, unless --hours is given" = 0.4,
-    hours: "measured wall-clock hours: the MFU is computed" = 0.0,
-    convention: "how FLOPs are counted: " + ", ".join(CONVENTIONS) = "6N",
-    seq: "tokens in a sequence, for attention" = 8192,
-    batch: "tokens in a step" = 4e6,
-    price: "per GPU-hour" = 3.0,
+    tokens: Annotated[float, "to train on"] = 1.4e12,
+    gpus: Annotated[int, "how many"] = 64,
+    gpu: Annotated[str, ", ".join(PEAKS)] = "h100",
+    precision: Annotated[str, "bf16, fp8, tf32 or fp16"] = "bf16",
+    sparse: Annotated[bool, "use the 2:4 sparse peak, twice the dense one"] = False,
+    mfu: Annotated[float, "assumed, unless --hours is given"] = 0.4,
+    hours: Annotated[float, "measured wall-clock hours: the MFU is computed"] = 0.0,
+    convention: Annotated[str, "how FLOPs are counted: " + ", ".join(CONVENTIONS)] = "6N",
+    seq: Annotated[int, "tokens in a sequence, for attention"] = 8192,
+    batch: Annotated[float, "tokens in a step"] = 4e6,
+    price: Annotated[float, "per GPU-hour"] = 3.0,
 ):
     """FLOPs by convention; hours, days and money at an MFU, or the MFU of measured hours."""
     rows, peak = [], peak_flops(gpu, precision, sparse)
@@ -1698,15 +1709,16 @@ def run_compute(
     return rows, [
         f"{model.name} on {gpus} {gpu}, {kind}",
         f"MFU {share:.2%} by {convention}; HFU {hfu(share, 'full'):.2%} if all is recomputed",
-        f"{spent:,.0f} GPU-hours, {seconds / 86400:,.1f} days, {spent * price:,.0f} at {price:g} an hour",
-        f"{tokens / count_active(model):.3g} tokens per active parameter; about 20 is compute-optimal",
+        f"{spent:,.0f} GPU-hours at {price:g}: {spent * price:,.0f}; {seconds / 86400:,.1f} days",
+        f"{tokens / count_active(model):.3g} tokens per active parameter; about 20 are optimal",
         f"{tokens / batch:,.0f} steps of {batch:,.0f} tokens; twice the batch takes "
         f"{lr_scale(2):.3g} x the learning rate (square root)",
     ]
 
 
 def run_guide(
-    section: "part of a section's title" = None, wrong: "only what does not hold" = False
+    section: Annotated[str, "part of a section's title"] = None,
+    wrong: Annotated[bool, "only what does not hold"] = False,
 ):
     """The guide's worked examples: its number, the recomputed one, whether it holds, and why."""
     claims, notes, last = guide_claims(section), [], None
@@ -1725,10 +1737,10 @@ def run_guide(
 
 
 def run_failures(
-    gpus: "numbers of GPUs" = (64, 512, 1024, 4096, 10000, 16384, 100000),
-    mtbf: "hours between failures of one GPU" = HOURS_PER_FAILURE,
-    save: "seconds that a checkpoint stops the job" = 60.0,
-    restart: "seconds from a failure to the next step" = 600.0,
+    gpus: Annotated[tuple, "numbers of GPUs"] = (64, 512, 1024, 4096, 10000, 16384, 100000),
+    mtbf: Annotated[float, "hours between failures of one GPU"] = HOURS_PER_FAILURE,
+    save: Annotated[float, "seconds that a checkpoint stops the job"] = 60.0,
+    restart: Annotated[float, "seconds from a failure to the next step"] = 600.0,
 ):
     """Hours between failures and the checkpoint interval that loses least, by number of GPUs."""
     rows = []
@@ -1742,15 +1754,15 @@ def run_failures(
     return rows, [
         f"one GPU fails every {mtbf:,.0f} hours (Llama 3: 419 in 54 days on 16,384)",
         f"a checkpoint stops the job for {save:g} s, a restart for {restart:g} s",
-        f"the guide: one an hour at 10,000 GPUs, elsewhere 1 to 3 a day; here one in {ten:.1f} hours",
+        f"the guide: one an hour at 10,000 GPUs, and 1 to 3 a day; here one in {ten:.1f} hours",
     ]
 
 
 def run_offload(
     model,
     layout,
-    pcie: "GB/s per GPU to CPU memory" = 50.0,
-    nvme: "GB/s per GPU to NVMe" = 6.0,
+    pcie: Annotated[float, "GB/s per GPU to CPU memory"] = 50.0,
+    nvme: Annotated[float, "GB/s per GPU to NVMe"] = 6.0,
 ):
     """Bytes and seconds per step of states that live in CPU memory or on NVMe."""
     stage, ranks, rows = heaviest(estimate(model, layout)), layout.zero_ranks, []
@@ -1765,10 +1777,10 @@ def run_offload(
     ]
 
 
-def run_worksheet(model, layout, hbm: "GiB of a GPU" = 80.0):
+def run_worksheet(model, layout, hbm: Annotated[float, "GiB of a GPU"] = 80.0):
     """The guide's memory budget worksheet, filled in for the heaviest rank."""
     lo, top = layout, heaviest(estimate(model, layout))
-    cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "whole on a dp rank"
+    cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "not cut"
     flight = in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)
     remarks = {
         "weights": f"/ tp {lo.tp} / pp {lo.pp}, {cut(3)}",
@@ -1778,9 +1790,10 @@ def run_worksheet(model, layout, hbm: "GiB of a GPU" = 80.0):
         "buffers": "logits, recomputed layer, ZeRO gathers (the guide has no line for them)",
     }
     rows = [{"line": x, "GiB": size / GiB, "": remarks[x]} for x, size in grouped(top).items()]
-    rows.append({"line": "exact", "GiB": top.peak / GiB, "": f"rank {top.rank}, at the {top.moment}"})
+    where = f"rank {top.rank}, at the {top.moment}"
+    rows.append({"line": "exact", "GiB": top.peak / GiB, "": where})
     for word, more in zip(("least", "most"), top.overhead):
-        remark = f"with {word} overhead, {more / GiB:.1f}, an estimate (the guide: 5 GB here, 11 later)"
+        remark = f"with {word} overhead, an estimate: {more / GiB:.1f} (the guide: 5 GB, later 11)"
         rows.append({"line": "total", "GiB": (top.peak + more) / GiB, "": remark})
     return rows, [described(model, lo), f"{top.verdict(hbm * GiB)}, of {hbm:g} GiB"]
 
@@ -1794,7 +1807,12 @@ PLOTS = {
 }
 
 
-def run_plot(model, layout, what: ", ".join(PLOTS), out: "a PNG, SVG or PDF file" = "picture.png"):
+def run_plot(
+    model,
+    layout,
+    what: Annotated[str, ", ".join(PLOTS)],
+    out: Annotated[str, "a PNG, SVG or PDF file"] = "picture.png",
+):
     """Draw one of the pictures to a file."""
     import matplotlib
 
@@ -1828,36 +1846,30 @@ def positive(text):
     return float(text)
 
 
-def whole(text):
-    """A whole number."""
-    return int(text)
-
-
 def numbers(text):
     """Numbers with commas between, as 7,8,8,7."""
     return tuple(int(word) if word.isdigit() else float(word) for word in text.split(","))
 
 
-def add_flag(parser, name, default, text, choices=None):
-    """A flag whose default says how it is read; without a default, or with None, a bare word."""
+def add_flag(parser, name, kind, default, text, choices=None):
+    """A flag of a kind; without a default, or with None, a bare word."""
     if default in (None, inspect.Parameter.empty):
         parser.add_argument(name, nargs="?" if default is None else None, help=text)
         return
     flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default})".replace("%", "%%")
-    kind = {int: whole, float: positive, tuple: numbers}.get(type(default), str)
-    how = dict(type=kind, choices=choices)
-    how = dict(action=argparse.BooleanOptionalAction) if type(default) is bool else how
+    how = dict(type={float: positive, tuple: numbers}.get(kind, kind), choices=choices)
+    how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
     parser.add_argument(flag, default=default, help=text, **how)
 
 
 def add_layout_flags(parser, default=Layout()):
     """A flag for every field of Layout."""
     for f in fields(Layout):
-        add_flag(parser, f.name, getattr(default, f.name), f.metadata["help"], f.metadata["choices"])
+        add_flag(parser, f.name, f.type, getattr(default, f.name), **f.metadata)
 
 
 def parsed_layout(text, default):
-    """The layout that flags in a text make of another; argparse exits with 2 where they are wrong."""
+    """The layout that flags in a text make of another."""
     parser = argparse.ArgumentParser(prog="--versus", add_help=False)
     add_layout_flags(parser, default)
     return Layout(**vars(parser.parse_args(text.split())))
@@ -1875,12 +1887,13 @@ def build_parser():
         for option in inspect.signature(run).parameters.values():
             if option.name == "model":
                 which = sub.add_mutually_exclusive_group()
-                which.add_argument("--model", default="llama-3-8b", help="a released model, by name")
+                which.add_argument("--model", default="llama-3-8b", help="a released model")
                 which.add_argument("--config", help="a Hugging Face config.json")
             elif option.name == "layout":
                 add_layout_flags(sub)
             else:
-                add_flag(sub, option.name, option.default, option.annotation)
+                kind, text = option.annotation.__origin__, option.annotation.__metadata__[0]
+                add_flag(sub, option.name, kind, option.default, text)
     return parser
 
 

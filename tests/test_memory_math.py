@@ -7,15 +7,16 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import memory_math as mm
 import pytest
 import torch
 import torch.nn.functional as nnf
 from harness import ROOT, chapter, run_script
-from memory_math import GiB, Layout, Model, model_from_config, preset
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+import memory_math as mm
+from memory_math import GiB, Layout, Model, model_from_config, preset
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────
 
@@ -319,7 +320,9 @@ class Block(torch.nn.Module):
             return nnf.gelu(up, approximate="tanh") @ down.T + self.down_proj_bias
         if self.lo.mlp == "recompute":
             return SwiGLUDown.apply(gate, up, down)
-        return (FusedSwiGLU.apply(gate, up) if self.lo.mlp == "fused" else nnf.silu(gate) * up) @ down.T
+        return (
+            FusedSwiGLU.apply(gate, up) if self.lo.mlp == "fused" else nnf.silu(gate) * up
+        ) @ down.T
 
     def experts(self, x):
         """Softmax, the top k renormalised, rows sorted by expert, experts one after another."""
@@ -346,7 +349,9 @@ class Block(torch.nn.Module):
         lost = lambda t: torch.native_dropout(t, 0.1, True)[0] if lo.dropout else t
         q, k, v = self.qkv(self.norm(x, "norm1"))
         selective = lo.recompute == "selective"
-        mixed = checkpoint(self.core, q, k, v, use_reentrant=False) if selective else self.core(q, k, v)
+        mixed = (
+            checkpoint(self.core, q, k, v, use_reentrant=False) if selective else self.core(q, k, v)
+        )
         y = self.scattered(nnf.linear(mixed, self.o_proj, getattr(self, "o_proj_bias", None)))
         y = lost(self.norm(y, "norm3") if m.norms == 4 else y)
         x = x + y
@@ -417,7 +422,10 @@ def test_the_list_of_saved_tensors_is_what_torch_keeps_to_the_byte(name):
     layout = replace(BASE, **change)
     torch.manual_seed(0)
     block = Block(model, layout)
-    assert sum(p.numel() for p in block.parameters()) == mm.local_parameters(model, layout, [0]).total()
+    assert (
+        sum(p.numel() for p in block.parameters())
+        == mm.local_parameters(model, layout, [0]).total()
+    )
     s = layout.seq // (layout.tp if layout.sp else 1)
     block.cos = torch.randn(layout.seq, model.qk_dim).to(block.dtype)
     x = torch.randn(layout.batch, s, model.hidden).to(block.dtype).requires_grad_()
@@ -438,7 +446,10 @@ def test_the_head_keeps_its_input_and_the_logits(loss):
     assert kept + peak - before == {"eager": 12, "copies": 10, "fused": 2}[loss] * T * V
     if loss != "eager":
         return
-    norm, head = torch.ones(h).bfloat16().requires_grad_(), torch.randn(V, h).bfloat16().requires_grad_()
+    norm, head = (
+        torch.ones(h).bfloat16().requires_grad_(),
+        torch.randn(V, h).bfloat16().requires_grad_(),
+    )
     x, labels = torch.randn(T, h).bfloat16().requires_grad_(), torch.randint(V, (T,))
     logits = lambda: (FusedNorm.apply(x, norm) @ head.T).float()
     run = lambda: nnf.cross_entropy(logits(), labels, reduction="sum")
@@ -454,7 +465,8 @@ def test_published_activation_figures():
     assert 32 * small == 36_542_873_600  # MemTracker on a whole Llama-3-8B
     gpt3 = Model("gpt3", 96, 12288, 96, 96, 128, 4 * 12288, 51200, gated=False, layer_norm=True)
     lo = Layout(seq=2048, attention="unfused", dropout=True)
-    listed = mm.total(mm.layer_activations(gpt3, lo)) - 2 * 8 * 2048  # the paper counts no statistics
+    # the paper counts no statistics of norms
+    listed = mm.total(mm.layer_activations(gpt3, lo)) - 2 * 8 * 2048
     assert listed == mm.megatron_activations(2048, 1, 12288, 96) == 2048 * 12288 * (34 + 80)
     for tp in 2, 8:
         sp = mm.total(mm.layer_activations(gpt3, replace(lo, tp=tp, sp=True))) - 2 * 8 * 2048 // tp
@@ -513,7 +525,9 @@ def test_zero_cuts_what_its_stage_says():
     assert mm.zero_bytes(n, 64, 3) == 16 * shard
     assert mm.dim0_shard((10, 7), 4) == 3 * 7
     for cut, rest in (1, 50), (2, 50 + 40):
-        saved = mm.zero_bytes(100, 1, recipe="bf16-both") - mm.zero_bytes(100, 100, cut, "bf16-both")
+        saved = mm.zero_bytes(100, 1, recipe="bf16-both") - mm.zero_bytes(
+            100, 100, cut, "bf16-both"
+        )
         assert saved == {1: 12 * 99, 2: 18 * 99}[cut], rest
 
 
@@ -522,7 +536,7 @@ def states(stage):
 
 
 def test_a_rank_of_every_stage():
-    """A published stage: 10 layers of Llama-3-70B under tp 8 and FSDP 8 hold 133,713,920 elements."""
+    """As built in torch: 10 layers of Llama-3-70B under tp 8 and FSDP 8, 133,713,920 elements."""
     model = preset("llama-3-70b")
     stages = mm.estimate(model, Layout(tp=8, pp=8, dp=8, zero=3, m=8))
     assert [len(s.layers) for s in stages] == [11] + [10] * 6 + [11]
@@ -591,9 +605,7 @@ def test_mem_10_micro_batches_in_flight_and_gradients_that_do_not_grow():
     assert flight("1f1b", 8) == [4, 3, 2, 1] and flight("1f1b", 2) == [2, 2, 2, 1]
     assert flight("gpipe", 8) == [8] * 4 and flight("gpipe", 2) == [2] * 4
     for schedule, ratio in ("gpipe", 4), ("1f1b", 1):
-        few, many = (
-            mm.estimate(LLAMA_8, Layout(pp=4, m=m, schedule=schedule))[0] for m in (4, 16)
-        )
+        few, many = (mm.estimate(LLAMA_8, Layout(pp=4, m=m, schedule=schedule))[0] for m in (4, 16))
         held = lambda s: mm.grouped(s)["activations"]
         assert held(many) == ratio * held(few)
         assert states(many)["gradients"] == states(few)["gradients"]
@@ -610,7 +622,9 @@ def test_three_moments_of_a_rank():
     back, loss = items(stage, "deepest backward"), items(stage, "loss")
     assert list(stage.moments) == ["loss", "deepest backward", "optimizer step"]
     assert back["one layer recomputed"] == every - kept == mm.total(mm.recomputed(LLAMA_8, layout))
-    assert back["activations of 8 dense layers"] == loss["activations of 8 dense layers"] == 8 * kept
+    assert (
+        back["activations of 8 dense layers"] == loss["activations of 8 dense layers"] == 8 * kept
+    )
     head = 512 * 64 + 64  # with the final norm; a layer of this model is smaller
     unit = max(head, (mm.count_parameters(LLAMA_8) - head - 512 * 64) // 8)
     assert back["gathered weights"] == 2 * 2 * unit == loss["gathered weights"]
@@ -731,15 +745,19 @@ def test_context_parallelism_cuts_activations():
     """Megatron-LM's estimator never reads it."""
     one, four = (mm.layer_activations(LLAMA, Layout(seq=4096, cp=cp)) for cp in (1, 4))
     assert mm.total(one) == 4 * mm.total(four)
-    far = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="all-gather", gather="keep"))
+    far = mm.layer_activations(
+        LLAMA, Layout(seq=4096, cp=4, cp_variant="all-gather", gather="keep")
+    )
     assert mm.total(far) - mm.total(four) == 3 * 2 * 1024 * 2 * 2 * 8
     dealt = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="ulysses"))
     assert mm.total(dealt) - mm.total(four) == 2 * 1024 * 8 * 8
 
 
 def test_the_heaviest_stage_may_be_in_the_middle():
-    """Megatron-LM's estimator looks at the first; of a DeepSeek-V3 layout it is not the heaviest."""
-    top = mm.heaviest(mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64)))
+    """Megatron-LM's estimator looks at the first stage, which is not it for DeepSeek-V3."""
+    top = mm.heaviest(
+        mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64))
+    )
     assert 0 < top.rank < 15
     dual = Layout(pp=16, dp=128, ep=64, zero=1, m=64, schedule="dualpipev")
     assert 0 < mm.heaviest(mm.estimate(preset("deepseek-v3"), dual)).rank < 15
@@ -894,7 +912,10 @@ def test_a_whole_step_is_its_parts():
 
 def test_times_name_the_slower_tier_and_count_the_steps():
     net, layout = mm.Topology(node=8), Layout(tp=8, dp=2)
-    tp, dp = mm.Transfer("tp", "x", "all_reduce", 3, 8e9, 8), mm.Transfer("dp", "x", "send", 1, 5e10, 2)
+    tp, dp = (
+        mm.Transfer("tp", "x", "all_reduce", 3, 8e9, 8),
+        mm.Transfer("dp", "x", "send", 1, 5e10, 2),
+    )
     assert not net.leaves_node(layout, "tp") and net.leaves_node(layout, "dp")
     assert net.seconds(layout, tp) == pytest.approx(3 * (14e9 / 450e9 + 14 * 10e-6))
     assert net.seconds(layout, dp) == pytest.approx(1 + 10e-6)
@@ -1078,7 +1099,8 @@ def test_verdicts_fit_the_ratios():
 
 
 @pytest.mark.parametrize(
-    "formula", ["__import__('os')", "f.__class__", "[1]", "(lambda: 1)()", "x := 1", "{1}", "'a' + 1"]
+    "formula",
+    ["__import__('os')", "f.__class__", "[1]", "(lambda: 1)()", "x := 1", "{1}", "'a' + 1"],
 )
 def test_a_formula_is_arithmetic_and_nothing_else(formula):
     with pytest.raises((ValueError, SyntaxError, NameError, TypeError)):
@@ -1153,7 +1175,9 @@ def test_what_the_commands_say(capsys):
         "--hours", 13.5,
     )  # fmt: skip
     both = json.loads(answered(capsys, "estimate", "--versus", "--dp 8 --zero 3", "--json"))["rows"]
-    assert [row["layout"] for row in both] == ["first", "second"] and both[0]["bytes"] > both[1]["bytes"]
+    assert [row["layout"] for row in both] == ["first", "second"] and both[0]["bytes"] > both[1][
+        "bytes"
+    ]
 
 
 WRONG = [
