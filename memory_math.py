@@ -431,7 +431,7 @@ def preset(name):
 # schedule | idle of the makespan | idle of the span, if another | where that holds | held by rank s
 # p ranks, q = p-1, r = p-1-s ranks behind s · m micro-batches in groups of g · v chunks per rank
 # F forward, I input gradient, W weight gradient, B all three, for all layers of a rank · c a hop
-# X the shorter of forward and backward · n = m - (2p-1), micro-batches beyond the longest warm-up
+# X the shorter of forward and backward · n = m - (2p-1) · Z = F+I-2W+2c
 # k what zb-auto may hold. Sources: Narayanan et al. 2021; Qi et al. 2024 (zero bubble); DeepSeek-V3
 # report (DualPipe, an estimate where F, I, W differ). The tests hold each line to a simulation.
 SCHEDULE_FORMS = """
@@ -441,7 +441,7 @@ eager-1f1b     | q*B + 2*q*c             | | 2*c <= B | 2*r+1
 interleaved    | q*B/v + 2*(v*p-1)*c     | | m%p == 0 and p*v*c <= g*X or not c | (2*r+1+(v-1)*g)/v
 looped-bfs     | q*B/v + 2*q*c           | | m%p == 0 and p*v*c <= (m-p)*X or not c | m
 zb-h1          | q*(F+I-W) + 4*q*c       | | W <= min(F, I) and (m >= 2*p and 2*c <= W or not c) | p
-zb-h2          | q*max(F+c, F+I-2*W+2*c) | q*max(0, F+I-2*W+2*c) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
+zb-h2          | q*max(F+c, Z)           | q*max(0, Z) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
 zb-auto        |                         | max(0, q*(I+2*c) + (p-k)*F) | W <= min(F, I) | k
 zb-v           | q*F/2 + (5*p-7)*c       | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
 interleaved-zb | q*(F+I-W)/v             | | W <= min(F, I) and not c | p
@@ -1228,7 +1228,8 @@ def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
         raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
     F, I, W, c = costs
     names = dict(p=p, q=p - 1, m=m, v=v, k=k, g=m // max(1, m // p), n=m - 2 * p + 1, c=c)
-    names |= dict(F=F, I=I, W=W, B=F + I + W, X=min(F, I + W), min=min, max=max)
+    names |= dict(F=F, I=I, W=W, B=F + I + W, X=min(F, I + W), Z=F + I - 2 * W + 2 * c)
+    names |= dict(min=min, max=max)
     idle, span, where, _ = _FORMS[schedule]
     made = lambda idle, span, *how: Bubble(schedule, m * (F + I + W), idle, span, *how)
     if p == 1:
