@@ -277,8 +277,9 @@ class _Ring:
 
 # ── one block, and how blocks become one ─────────────────────────────────────────────────────
 
-# SDPA's own operator, where it returns the log-sum-exp in the precision of the sum. On a GPU the
-# flash operator rounds each block's output to bf16, which the merge would add up n times.
+# SDPA's own operators, where they return what merging needs: not on a GPU, whose flash operator
+# rounds each block's output to bf16; and not with a mask, where they call the log-sum-exp of a row
+# that sees nothing 0, as if it had seen one key.
 FUSED = {
     "cpu": (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -287,45 +288,37 @@ FUSED = {
 }
 
 
-def _bias(mask, dtype):
-    """What is added to scores so that those not seen weigh nothing."""
-    bias = None if mask is None else torch.zeros_like(mask, dtype=dtype)
-    return bias if mask is None else bias.masked_fill_(~mask, -math.inf)
-
-
-def _scores(q_BHtd, k_BKtd, causal, mask):
-    """Scores (B, H, rows, columns), minus infinity where not seen; keys by query head."""
-    k_BHtd = k_BKtd.repeat_interleave(q_BHtd.shape[1] // k_BKtd.shape[1], dim=1)
+def _scores(q_BHtd, k_BHtd, causal, mask):
+    """Scores (B, H, rows, columns), minus infinity where not seen."""
     scores = q_BHtd @ k_BHtd.mT / math.sqrt(q_BHtd.shape[-1])
     if causal:
         mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)), k_BHtd
+    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 def block_forward(q_BHtd, k_BKtd, v_BKtd, causal, mask):
     """Attention inside one block: its output (B, H, rows, d), and the log-sum-exp (B, H, rows) of
     each row's scores, which is what it takes to merge it. A row that sees nothing: 0, -inf."""
-    if q_BHtd.device.type in FUSED:
-        given = dict(is_causal=causal, attn_mask=_bias(mask, q_BHtd.dtype))
-        out, lse = FUSED[q_BHtd.device.type][0](q_BHtd, k_BKtd, v_BKtd, **given)
-        # of a row that sees nothing the operator says 0, which would weigh like one key
-        return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -math.inf)
-    scores, _ = _scores(q_BHtd, k_BKtd, causal, mask)
-    lse = scores.logsumexp(-1, keepdim=True)
-    probs = (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
-    return probs @ v_BKtd.repeat_interleave(q_BHtd.shape[1] // v_BKtd.shape[1], dim=1), lse[..., 0]
+    fused, _ = FUSED.get(q_BHtd.device.type, (None, None))
+    if fused and mask is None:
+        return fused(q_BHtd, k_BKtd, v_BKtd, is_causal=causal)
+    sharing = q_BHtd.shape[1] // k_BKtd.shape[1]
+    k_BHtd, v_BHtd = (x.repeat_interleave(sharing, dim=1) for x in (k_BKtd, v_BKtd))
+    scores = _scores(q_BHtd, k_BHtd, causal, mask)
+    lse_BHt1 = scores.logsumexp(-1, keepdim=True)
+    probs = (scores - lse_BHt1.masked_fill(lse_BHt1 == -math.inf, 0)).exp()
+    return probs @ v_BHtd, lse_BHt1[..., 0]
 
 
 def block_backward(d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt, causal, mask):
-    """dq, dk, dv of one block, given output and log-sum-exp of the *whole* row: then probabilities
-    are those of full attention, and blocks need no merging. Source: Dao, arXiv:2307.08691, 3.1."""
-    if q_BHtd.device.type in FUSED:
-        tensors = d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt
-        bias = _bias(mask, q_BHtd.dtype)
-        return FUSED[q_BHtd.device.type][1](*tensors, 0.0, causal, attn_mask=bias)
-    scores, k_BHtd = _scores(q_BHtd, k_BKtd, causal, mask)
-    heads = k_BKtd.shape[1], q_BHtd.shape[1] // k_BKtd.shape[1]
-    v_BHtd = v_BKtd.repeat_interleave(heads[1], dim=1)
+    """dq, dk, dv of one block, given output and log-sum-exp of the *whole* row: probabilities are
+    then those of full attention, and gradients just add. Source: Dao, arXiv:2307.08691, 3.1."""
+    _, fused = FUSED.get(q_BHtd.device.type, (None, None))
+    if fused and mask is None:
+        return fused(d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt, 0.0, causal)
+    sharing = q_BHtd.shape[1] // k_BKtd.shape[1]
+    k_BHtd, v_BHtd = (x.repeat_interleave(sharing, dim=1) for x in (k_BKtd, v_BKtd))
+    scores = _scores(q_BHtd, k_BHtd, causal, mask)
     # Q6.4 ** Softmax couples a whole row, of which this block is a part. What stands for the rest?
     #         hint: the row's log-sum-exp; and <d_out, out>, which is the sum of p · dp over the row
     probs = (scores - lse_BHt[..., None]).exp()
@@ -333,8 +326,9 @@ def block_backward(d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt, causal
     d_scores = probs * (d_out_BHtd @ v_BHtd.mT - row_dot) / math.sqrt(q_BHtd.shape[-1])
     # /Q6.4
     dk_BHtd, dv_BHtd = d_scores.mT @ q_BHtd, probs.mT @ d_out_BHtd
-    # the query heads of a group share one key: it gets the sum, before anything travels
-    return d_scores @ k_BHtd, *(x.unflatten(1, heads).sum(2) for x in (dk_BHtd, dv_BHtd))
+    # query heads that share a key give it their sum, before anything travels
+    by_key = (-1, sharing)
+    return d_scores @ k_BHtd, *(x.unflatten(1, by_key).sum(2) for x in (dk_BHtd, dv_BHtd))
 
 
 def merge(out_BHtd, lse_BHt, block_out, block_lse):
@@ -618,25 +612,28 @@ def attention_rows(group, pair, device, B=2, K=2, d=8):
     around = lambda n, K: (2 * (n - 1) + 2 * (n - 1) + 2 * n) * K if n > 1 else 0
     traded = lambda n, K: 2 * (n - 1) / n * (2 * H + 2 * K)
     Kn, Ku = math.lcm(K, n), math.lcm(K, u)
-    ring, gather, ulysses = (
-        {layout: (partial(f, group=group, layout=layout), partial(shard, group=group, layout=layout))
-         for layout in ("contiguous", "zigzag", "striped")}
-        for f in (ring_attention, all_gather_attention, ulysses_attention)
-    )  # fmt: skip
-    both = partial(ulysses_ring_attention, group=pair[0], ring_group=pair[1])
+
+    def by(attend, layout):
+        given = dict(group=group, layout=layout)
+        return partial(attend, **given), partial(shard, **given)
+
+    zigzag, both = by(ring_attention, "zigzag"), partial(ulysses_ring_attention, group=pair[0])
     outer = partial(shard, group=pair[1], inner=u)
     inner = lambda x, fill=0: shard(outer(x, fill=fill), pair[0], "contiguous", fill)
     claims = [  # name, attention and sharding, case, heads sent, key/value heads kept
-        *((f"ring, {layout}", ring[layout], plain, around(n, K), K) for layout in ring),
-        ("ring, zigzag, written out", ring["zigzag"], plain, around(n, K), K),
-        ("ring, zigzag, packed documents", ring["zigzag"], packed, around(n, K), K),
-        ("ring, zigzag, scores of 10,000", ring["zigzag"], high, around(n, K), K),
-        ("ring, zigzag, scores of -10,000", ring["zigzag"], low, around(n, K), K),
-        ("all-gather, zigzag", gather["zigzag"], plain, 4 * (n - 1) * K, n * K),
-        ("Ulysses, contiguous", ulysses["contiguous"], plain, traded(n, Kn), Kn),
-        ("Ulysses, zigzag, packed documents", ulysses["zigzag"], packed, traded(n, Kn), Kn),
-        (f"Ulysses {u} × ring {m}", (both, inner), plain, traded(u, Ku) + around(m, Ku), Ku),
-    ]
+        ("ring, contiguous", by(ring_attention, "contiguous"), plain, around(n, K), K),
+        ("ring, striped", by(ring_attention, "striped"), plain, around(n, K), K),
+        ("ring, zigzag", zigzag, plain, around(n, K), K),
+        ("ring, zigzag, written out", zigzag, plain, around(n, K), K),
+        ("ring, zigzag, packed documents", zigzag, packed, around(n, K), K),
+        ("ring, zigzag, scores of 10,000", zigzag, high, around(n, K), K),
+        ("ring, zigzag, scores of -10,000", zigzag, low, around(n, K), K),
+        ("all-gather, zigzag", by(all_gather_attention, "zigzag"), plain, 4 * (n - 1) * K, n * K),
+        ("Ulysses, contiguous", by(ulysses_attention, "contiguous"), plain, traded(n, Kn), Kn),
+        ("Ulysses, zigzag, packed", by(ulysses_attention, "zigzag"), packed, traded(n, Kn), Kn),
+        (f"Ulysses {u} × ring {m}, packed", (partial(both, ring_group=pair[1]), inner), packed,
+         traded(u, Ku) + around(m, Ku), Ku),
+    ]  # fmt: skip
     rows = []
     for name, (attend, cut), case, heads_sent, K_kept in claims:
         with patch.dict(FUSED, clear="written out" in name):
@@ -773,7 +770,7 @@ def plot(n, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    every = {layout: work(96 * n, n, layout) for layout in ("contiguous", "zigzag", "striped")}
+    every = {layout: work(12 * n, n, layout) for layout in ("contiguous", "zigzag", "striped")}
     unit = every["zigzag"].sum(1).max().item()
     figure, axes = plt.subplots(3, sharex=True, figsize=(8, 4.8), layout="constrained")
     for axis, (layout, pairs) in zip(axes, every.items()):
@@ -782,13 +779,17 @@ def plot(n, path):
             widths = pairs[:, step].double() / unit
             shade = "#0b3c5d" if step % 2 == 0 else "#6fa8c9"
             axis.barh(range(n), widths, 0.8, left=starts[step].item(), color=shade)
+            middle = (starts[step].item() + widths[-1].item() / 2, n - 1)
+            ink = "white" if step % 2 == 0 else "black"
+            axis.annotate(f"step {step}", middle, ha="center", va="center", color=ink, fontsize=8)
             axis.axvline(starts[step + 1], color="0.5", linewidth=0.6, linestyle=":")
         title = f"{layout}: ranks compute {efficiency(pairs):.0%} of the time"
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_yticks(range(n), [f"rank {r}" for r in range(n)], fontsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("time, in units of a rank's fair share; dotted: the end of a step")
+    what = f"time to attend to {12 * n} tokens, in fair shares; dotted: the end of a step"
+    axes[-1].set_xlabel(what)
     figure.savefig(path, dpi=120)
 
 
@@ -799,7 +800,7 @@ ATTENTION = dict(ring=ring_attention, gather=all_gather_attention, ulysses=ulyss
 
 def train(args, group, device):
     """Train on one long sequence a step, 1/n of it on this rank, and say what is kept."""
-    n, S = dist.get_world_size(group), args.length
+    S = args.length
     text = read_text(args.text, S + 1)
     torch.manual_seed(0)
     model = LanguageModel().to(device)
@@ -1038,7 +1039,7 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=25)
+    parser = arguments(__doc__, ranks=4, steps=20)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--attention", choices=ATTENTION, default="ring")
     parser.add_argument("--layout", choices=["contiguous", "zigzag", "striped"], default="zigzag")
