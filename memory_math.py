@@ -81,8 +81,10 @@ def nearest(name, known, what):
     """The key of `known` that `name` spells, or ValueError with the nearest ones."""
     if name in known:
         return name
-    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4) or sorted(known)
-    raise ValueError(f"no {what} is named {name}: nearest are {', '.join(close)}")
+    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4)
+    raise ValueError(
+        f"no {what} is named {name}: nearest are {', '.join(close or sorted(known)[:20])}"
+    )
 
 
 def divisors(*numbers):
@@ -1066,26 +1068,29 @@ def ep_traffic(tokens, top_k, hidden, ep, itemsize=2, remote_rows=None, recomput
     return [Transfer("ep", phase, "all_to_all", 2, size, ep) for phase in phases if ep > 1]
 
 
-def cp_traffic(variant, seq, heads, kv_heads, head_dim, cp, itemsize=2, batch=1, grad_itemsize=4):
+def cp_traffic(
+    variant, seq, heads, kv_heads, head_dim, cp, itemsize=2, batch=1, grad_itemsize=4, regather=True
+):
     """Context parallelism, one layer, one micro-batch: ring, all-gather or ulysses.
 
     ring sends KV to cp-1 neighbours in turn, again in backward, and dKV (grad_itemsize bytes) cp
-    times, to bring it home. all-gather fetches KV, fetches it again and reduce-scatters dKV.
-    ulysses deals q, k, v and the output; their gradients go the same way back.
+    times, to bring it home. all-gather fetches KV, fetches it again unless it is kept, and
+    reduce-scatters dKV. ulysses deals q, k, v and the output, and their gradients back; key/value
+    heads that cp does not divide are repeated until it does.
     """
     nearest(variant, ("ring", "all-gather", "ulysses"), "context-parallel variant")
-    kv = 2 * batch * seq * kv_heads * head_dim  # keys and values of the whole sequence
-    dealt = batch * (seq // cp) * head_dim * 2 * (heads + kv_heads) * itemsize
+    kv, grads = (2 * batch * seq * kv_heads * head_dim * size for size in (itemsize, grad_itemsize))
+    dealt = 2 * batch * (seq // cp) * (heads + math.lcm(kv_heads, cp)) * head_dim * itemsize
     calls = {
         "ring": [
-            ("forward", "send", cp - 1, kv // cp * itemsize),
-            ("backward", "send", cp - 1, kv // cp * itemsize),
-            ("backward", "send", cp, kv // cp * grad_itemsize),
+            ("forward", "send", cp - 1, kv // cp),
+            ("backward", "send", cp - 1, kv // cp),
+            ("backward", "send", cp, grads // cp),
         ],
         "all-gather": [
-            ("forward", "all_gather", 1, kv * itemsize),
-            ("backward", "all_gather", 1, kv * itemsize),
-            ("backward", "reduce_scatter", 1, kv * itemsize),
+            ("forward", "all_gather", 1, kv),
+            *[("backward", "all_gather", 1, kv)] * regather,
+            ("backward", "reduce_scatter", 1, grads),
         ],
         "ulysses": [(phase, "all_to_all", 1, dealt) for phase in ("forward", "backward")],
     }[variant]
@@ -1140,7 +1145,7 @@ def traffic(model, layout, rank=0):
         elif 0 <= layer < model.layers:
             out += tp_layer_traffic(T, h, lo.tp, e, lo.sp, lo.gather == "again", lo.recompute)
             sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
-            out += cp_traffic(lo.cp_variant, *sizes)
+            out += cp_traffic(lo.cp_variant, *sizes, regather=lo.gather == "again")
             if model.is_moe(layer):
                 rows = T // names["u"], model.top_k
                 out += ep_traffic(*rows, h, lo.ep, e, recompute=lo.recompute)
@@ -1360,6 +1365,8 @@ HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 
 def hours_between_failures(gpus, hours_of_one=HOURS_PER_FAILURE):
     """Expected hours between interruptions of a job on `gpus` GPUs."""
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: at least 1 is needed")
     return hours_of_one / gpus
 
 
@@ -1676,11 +1683,12 @@ def run_bubble(
         {"of": "longest span of a rank", "time": b.span, "idle": b.span_idle}
         | {"% of ideal": percent(b.span_ratio), "% of all": percent(b.span_fraction)},
     ]
-    held = [f"{float(in_flight(schedule, p, m, v, rank)):g}" for rank in range(p)]
+    few = [*range(p)] if p <= 16 else [*range(8), p - 1]
+    held = [f"{float(in_flight(schedule, p, m, v, rank)):g} on {rank}" for rank in few]
     notes = [f"{schedule}, p = {p}, m = {m}, v = {v}; F, I, W, comm = {costs}; ideal {b.ideal:g}"]
     idle, span, *_ = _FORMS[schedule]
     form = b.note or f"idle = {idle}; of a span {span or 'the same'}"
-    return rows, [*notes, form, f"micro-batches in flight, by rank: {' '.join(held)}"]
+    return rows, [*notes, form, f"micro-batches in flight, by rank: {', '.join(held)}"]
 
 
 def run_compute(
@@ -1841,10 +1849,17 @@ COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
 
 
 def positive(text):
-    """A number above zero, as 1.4e12."""
+    """A number above 0, as 1.4e12."""
     if not 0 < float(text) < math.inf:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return float(text)
+
+
+def whole(text):
+    """A whole number above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
 
 
 def numbers(text):
@@ -1858,7 +1873,8 @@ def add_flag(parser, name, kind, default, text, choices=None):
         parser.add_argument(name, nargs="?" if default is None else None, help=text)
         return
     flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default})".replace("%", "%%")
-    how = dict(type={float: positive, tuple: numbers}.get(kind, kind), choices=choices)
+    read = {float: positive, tuple: numbers, int: whole if default else int}.get(kind, kind)
+    how = dict(type=read, choices=choices)
     how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
     parser.add_argument(flag, default=default, help=text, **how)
 

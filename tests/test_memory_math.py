@@ -848,14 +848,17 @@ def test_context_parallel_variants():
     """Llama 3 405B, 16 ranks, 131,072 tokens: 503 MB of keys and values gathered in a layer."""
     sizes = (131072, 128, 8, 128, 16)
     gathered = mm.cp_traffic("all-gather", *sizes)
-    assert [round(x.sent / 1e6) for x in gathered] == [503] * 3
+    assert [round(x.sent / 1e6) for x in gathered] == [503, 503, 2 * 503 + 1]  # gradients are fp32
+    assert mm.cp_traffic("all-gather", *sizes, regather=False) == gathered[::2]
     ring, ulysses = (by(mm.cp_traffic(v, *sizes), "phase") for v in ("ring", "ulysses"))
     n, P, kv = 131072 // 16, 16, 8 * 128
     assert ring["forward",] == 2 * (P - 1) * n * kv * 2 == gathered[0].sent
     assert ring["backward",] == 2 * (P - 1) * n * kv * 2 + 2 * P * n * kv * 4
-    assert ulysses["forward",] == (P - 1) / P * n * 128 * (2 * 128 + 2 * 8) * 2
+    assert ulysses["forward",] == (P - 1) / P * n * 128 * (2 * 128 + 2 * 16) * 2
     assert ulysses["forward",] == ulysses["backward",]
-    assert ulysses["forward",] / ring["forward",] == (16 + 1) / P  # less only where P > g + 1
+    few = 131072, 128, 8, 128, 8  # 16 query heads a key head: less than a ring only where P > 17
+    ring, ulysses = (mm.cp_traffic(v, *few)[0].sent for v in ("ring", "ulysses"))
+    assert ulysses / ring == (16 + 1) / 8
     with pytest.raises(ValueError, match="nearest are ring"):
         mm.cp_traffic("rings", *sizes)
 
@@ -1193,6 +1196,11 @@ WRONG = [
     ("bubble --schedule zbh", "nearest are"),
     ("bubble --costs 1,2", "--costs"),
     ("bubble --p 0", "--p"),
+    ("compute --gpus 0", "--gpus"),
+    ("failures --gpus 0", "--gpus 0"),
+    ("estimate --dp 0", "--dp"),
+    ("traffic --node 0", "--node"),
+    ("plot zoo", "no picture is named zoo"),
     ("compute --gpu h1oo", "nearest are h100"),
     ("compute --mfu 1.5", "impossible"),
     ("compute --tokens -1", "--tokens"),
