@@ -444,7 +444,7 @@ interleaved    | q*B/v + 2*(v*p-1)*c     | | m%p == 0 and p*v*c <= g*X or not c 
 looped-bfs     | q*B/v + 2*q*c           | | m%p == 0 and p*v*c <= (m-p)*X or not c | m
 zb-h1          | q*(F+I-W) + 4*q*c       | | W <= min(F, I) and (m >= 2*p and 2*c <= W or not c) | p
 zb-h2          | q*max(F+c, Z)           | q*max(0, Z) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
-zb-auto        |                         | max(0, q*(I+2*c) + (p-k)*F) | W <= min(F, I) | k
+zb-auto        |                         | max(0, q*(I+2*c) + (p-k)*F) | m >= k and W <= min(F, I) | k
 zb-v           | q*F/2 + (5*p-7)*c       | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
 interleaved-zb | q*(F+I-W)/v             | | W <= min(F, I) and not c | p
 dualpipev      | q*(F+2*I-W)/2           | | not c | p+1/2
@@ -1475,7 +1475,7 @@ def _lines(ax, curves):
 
 def plot_bubbles(ax, model, layout):
     """Idle share of a rank's span against m/p, every schedule; equal ones share a line."""
-    p, steps, curves = max(2, layout.pp + layout.pp % 2), (1, 2, 3, 4, 6, 8), {}
+    p, steps, curves = layout.pp + layout.pp % 2 if layout.pp > 1 else 8, (1, 2, 3, 4, 6, 8), {}
     for schedule in SCHEDULES:
         v = 2 if schedule in _CHUNKED else 1
         points = {}
@@ -1483,7 +1483,8 @@ def plot_bubbles(ax, model, layout):
             share = bubble(schedule, p, n * p, v).span_fraction
             if share is not None:
                 points[n] = round(100 * share, 6)
-        curves.setdefault(tuple(points.items()), []).append(schedule + f" v={v}" * (v > 1))
+        label = schedule + f" v={v}" * (v > 1) + " (a bound)" * (schedule == "zb-auto")
+        curves.setdefault(tuple(points.items()), []).append(label)
     named = {", ".join(names): tuple(zip(*points)) for points, names in curves.items()}
     _lines(ax, dict(sorted(named.items(), key=lambda curve: -curve[1][1][-1])))
     ax.set(xlabel="micro-batches per pipeline rank, m / p", ylabel="idle, % of a rank's span")
@@ -1526,8 +1527,11 @@ def plot_activations(ax, model, layout):
     ):  # fmt: skip
         change = dict(attention=attention, recompute=recompute, batch=1)
         layouts = [replace(layout, seq=length, **change) for length in lengths]
-        sizes = [model.layers * total(kept_activations(model, lo)) / GiB for lo in layouts]
-        curves[f"{attention} attention, recompute {recompute}"] = lengths, sizes
+        kept = lambda lo: sum(total(kept_activations(model, lo, x)) for x in range(model.layers))
+        curves[f"{attention} attention, recompute {recompute}"] = (
+            lengths,
+            [kept(x) / GiB for x in layouts],
+        )
     _lines(ax, curves)
     ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB, all layers")
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
@@ -1536,10 +1540,11 @@ def plot_activations(ax, model, layout):
 
 def plot_traffic(ax, model, layout):
     """Bytes that a rank of the busiest stage sends in a step, by axis and phase."""
-    validate(model, layout)
     found, sums = traffic(model, layout, busiest(model, layout)), Counter()
     for x in found:
         sums[f"{x.axis} {x.phase}", Topology().leaves_node(layout, x.axis)] += x.sent / GiB
+    if not sums:
+        raise ValueError("one rank sends nothing: split the job, as with --tp 8 --dp 8")
     rows = list(reversed(sums.items()))
     for far, colour, hatch in (False, _COLOURS[0], ""), (True, _COLOURS[1], "//"):
         sizes = [size if leaves == far else 0 for (_, leaves), size in rows]
@@ -1828,6 +1833,7 @@ def run_plot(
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
+    validate(model, layout)
     figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if Path(out).suffix[1:] not in known:

@@ -956,7 +956,7 @@ def test_closed_forms_are_what_a_simulation_of_the_schedule_finds(name):
                         assert formula <= real + 1e-9
                         bounds += 1
     assert exact >= {"zb-v": 12, "zb-auto": 0, "dualpipe": 12, "dualpipev": 12}.get(name, 50)
-    assert bounds > 40 or name != "zb-auto"
+    assert bounds > 20 or name != "zb-auto"
 
 
 def test_both_definitions_and_both_normalisations():
@@ -1201,6 +1201,8 @@ WRONG = [
     ("estimate --dp 0", "--dp"),
     ("traffic --node 0", "--node"),
     ("plot zoo", "no picture is named zoo"),
+    ("plot traffic", "one rank sends nothing"),
+    ("plot zero --tp 3", "--tp 3 does not divide"),
     ("compute --gpu h1oo", "nearest are h100"),
     ("compute --mfu 1.5", "impossible"),
     ("compute --tokens -1", "--tokens"),
