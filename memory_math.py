@@ -444,7 +444,7 @@ interleaved    | q*B/v + 2*(v*p-1)*c     | | m%p == 0 and p*v*c <= g*X or not c 
 looped-bfs     | q*B/v + 2*q*c           | | m%p == 0 and p*v*c <= (m-p)*X or not c | m
 zb-h1          | q*(F+I-W) + 4*q*c       | | W <= min(F, I) and (m >= 2*p and 2*c <= W or not c) | p
 zb-h2          | q*max(F+c, Z)           | q*max(0, Z) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
-zb-auto        |                         | max(0, q*(I+2*c) + (p-k)*F) | m >= k and W <= min(F, I) | k
+zb-auto        |                       | max(0, q*(I+2*c) + (p-k)*F) | m >= k and W <= min(F, I) | k
 zb-v           | q*F/2 + (5*p-7)*c       | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
 interleaved-zb | q*(F+I-W)/v             | | W <= min(F, I) and not c | p
 dualpipev      | q*(F+2*I-W)/2           | | not c | p+1/2
@@ -494,7 +494,7 @@ class Layout:
     stages: tuple = _knob((), "layers of each stage, as 7,8,8,7; default: even, ends lightest")
     zero: int = _knob(0, "ZeRO stage", (0, 1, 2, 3))
     shard: int = _knob(0, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp")
-    recipe: str = _knob("bf16", "precision", tuple(RECIPES))
+    recipe: str = _knob("bf16", "precision; activations have 16 bits, but in fp32", tuple(RECIPES))
     batch: int = _knob(1, "sequences in a micro-batch")
     seq: int = _knob(4096, "tokens in a sequence")
     m: int = _knob(1, "micro-batches in a step, per data-parallel rank")
@@ -944,7 +944,8 @@ def _held_activations(model, layout, rank, layers):
 
 def stage_memory(model, layout, rank=0):
     """`StageMemory` of one pipeline rank: what is alive in the loss, in the deepest backward and at
-    the optimizer step. Fused optimizer: the step needs nothing of its own."""
+    the optimizer step. Gradients count throughout, as from the second micro-batch on; a fused
+    optimizer needs nothing of its own at the step."""
     layers = placed_layers(model, layout)[rank]
     parts = local_parameters(model, layout, layers)
     states, work = _state_items(layout, parts)
@@ -986,20 +987,32 @@ def grouped(stage, moment=None):
 
 
 def remedies(model, layout, hbm):
-    """Single changes that lower the peak, the best first: (flag, peak bytes, verdict)."""
+    """Single changes that lower the peak, the best first: (flag, peak bytes, verdict, layout)."""
     changes = [("zero", z) for z in range(layout.zero + 1, 4)]
     changes += [(axis, 2 * getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp", "ep")]
     changes += [("recompute", "selective"), ("recompute", "full"), ("sp", True), ("loss", "fused")]
     changes += [("attention", "flash"), ("mlp", "recompute"), ("batch", 1)]
     now, found = heaviest(estimate(model, layout)).peak, []
     for flag, value in changes:
+        changed = replace(layout, **{flag: value})
         try:
-            top = heaviest(estimate(model, replace(layout, **{flag: value})))
+            top = heaviest(estimate(model, changed))
         except ValueError:
             continue
         if top.peak < 0.97 * now:
-            found.append((f"--{flag} {value}".replace(" True", ""), top.peak, top.verdict(hbm)))
+            flag = f"--{flag} {value}".replace(" True", "")
+            found.append((flag, top.peak, top.verdict(hbm), changed))
     return sorted(found, key=lambda row: row[1])
+
+
+def way_out(model, layout, hbm, most=9):
+    """Up to `most` changes, each the one that then helps most, until the layout fits: (flags, peak
+    bytes, verdict)."""
+    flags, peak, says = {}, None, ""
+    while says != "fits" and most and (found := remedies(model, layout, hbm)):
+        flag, peak, says, layout = found[0]
+        flags[flag.split()[0]], most = flag, most - 1
+    return [*flags.values()], peak, says
 
 
 # ── traffic: bytes that leave a rank, as a ring sends them ───────────────────────────────────
@@ -1628,8 +1641,10 @@ def run_estimate(
         notes += explained(model, lo, top) if explain else []
         if top.verdict(hbm * GiB) != "fits":
             notes.append("what one change does, the strongest first:")
-            found = remedies(model, lo, hbm * GiB)[:6]
-            notes += [f"  {flag:22}{peak / GiB:9,.2f} GiB  {says}" for flag, peak, says in found]
+            line = lambda flags, peak, says, *_: f"  {flags:36}{peak / GiB:9,.2f} GiB  {says}"
+            notes += [line(*row) for row in remedies(model, lo, hbm * GiB)[:6]]
+            flags, peak, says = way_out(model, lo, hbm * GiB)
+            notes += ["and together:", line(" ".join(flags), peak, says)] if flags else []
     return rows, notes
 
 

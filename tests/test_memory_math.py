@@ -669,11 +669,24 @@ def test_an_uneven_split_and_its_default():
 def test_remedies_are_estimates_of_their_own():
     layout = Layout(dp=8, seq=4096)
     found = mm.remedies(preset("llama-3-8b"), layout, 80 * GiB)
-    flags = {flag: peak for flag, peak, _ in found}
+    flags = {flag: peak for flag, peak, *_ in found}
     assert found[0][1] == min(flags.values())
     for flag, change in ("--zero 3", dict(zero=3)), ("--recompute full", dict(recompute="full")):
         again = mm.heaviest(mm.estimate(preset("llama-3-8b"), replace(layout, **change)))
         assert flags[flag] == again.peak
+
+
+def test_a_way_out_ends_in_a_layout_that_fits():
+    model, layout = preset("llama-3-70b"), Layout(tp=8, dp=4, seq=8192)
+    flags, peak, says = mm.way_out(model, layout, 80 * GiB)
+    assert says == "fits" and len(flags) > 1 and flags[0] == "--zero 3"
+    for flag in flags:
+        name, value = flag.removeprefix("--").split()
+        value = int(value) if value.isdigit() else value
+        layout = replace(layout, **{name: value})
+    top = mm.heaviest(mm.estimate(model, layout))
+    assert top.peak == peak and top.verdict(80 * GiB) == "fits"
+    assert mm.way_out(model, layout, 1, most=1)[2] == "does not fit"
 
 
 # ── what other calculators get wrong, each on its own inputs ─────────────────────────────────
