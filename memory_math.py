@@ -603,7 +603,8 @@ def validate(model, layout):
     stages = 1 + max(map(max, rank_stages(lo.schedule, lo.pp, lo.v)))
     if stages > m.layers:
         raise ValueError(f"--pp {lo.pp}: {stages} stages, and {m.name} has only {m.layers} layers")
-    if lo.stages and (len(lo.stages) != stages or sum(lo.stages) != m.layers):
+    wrong = len(lo.stages) != stages or sum(lo.stages) != m.layers or min(lo.stages) < 0
+    if lo.stages and wrong:
         given = ",".join(map(str, lo.stages))
         raise ValueError(f"--stages {given}: needed are {stages} numbers that sum to {m.layers}")
 
@@ -915,7 +916,8 @@ def _state_items(layout, parts):
         units[layer] += n * (group != "buffer")
     unit, work = max(units.values()), []
     for name, part, count in ("gathered", "weights", 2), ("unreduced", "gradients", 1):
-        if layout.zero >= (3 if part == "weights" else 2):  # weights: of the next layer as well
+        cut_from = 3 if part == "weights" else 2  # weights: of the next layer as well
+        if layout.zero >= cut_from and layout.zero_ranks > 1:
             count, width = min(count, len(units)), recipe[part]
             work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
     return list(items.values()), work
@@ -951,7 +953,9 @@ def stage_memory(model, layout, rank=0):
     states, work = _state_items(layout, parts)
     held = _held_activations(model, layout, rank, layers)
     redo = [recomputed(model, layout, x) for x in one_of_each(model, layers)]
-    redo = [Item("one layer recomputed", max(map(total, redo)), "what it keeps otherwise")]
+    redo = [
+        Item("one layer recomputed", max(map(total, redo), default=0), "what it keeps otherwise")
+    ]
     names, has_head = symbols(model, layout), model.layers in layers
     peak = saved_in(model, layout, "loss peak") if has_head else ()
     peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]

@@ -630,6 +630,8 @@ def test_three_moments_of_a_rank():
     assert back["gathered weights"] == 2 * 2 * unit == loss["gathered weights"]
     assert back["unreduced gradients"] == 2 * unit and "unreduced gradients" not in loss
     assert loss["fp32 logits and gradient"] == 8 * 4096 * 512
+    alone = mm.estimate(LLAMA_8, replace(layout, dp=1))[0]
+    assert "gathered weights" not in items(alone, "loss")  # nothing to gather from
     assert stage.peak == max(stage.bytes_at(moment) for moment in stage.moments)
     assert sum(mm.grouped(stage).values()) == stage.peak
     assert not any(i.name.startswith("activations") for i in stage.moments["optimizer step"])
@@ -662,6 +664,8 @@ def test_an_uneven_split_and_its_default():
     assert sum(split) == 126 and split[0] == split[-1] == min(split) == 7 and max(split) == 8
     given = mm.estimate(LLAMA_8, Layout(pp=4, m=4, stages=(1, 3, 3, 1)))
     assert [len(s.layers) for s in given] == [2, 3, 3, 2]
+    ends = mm.estimate(LLAMA_8, Layout(pp=4, m=4, stages=(0, 4, 4, 0), recompute="full"))
+    assert [s.layers for s in ends][::3] == [[-1], [8]] and ends[0].params == 512 * 64
     chunks = mm.placed_layers(LLAMA_8, Layout(pp=2, v=2, schedule="interleaved", m=2))
     assert chunks == [[-1, 0, 1, 4, 5], [2, 3, 6, 7, 8]]
 
