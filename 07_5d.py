@@ -1,0 +1,863 @@
+"""07 · Five axes at once: a mixture-of-experts transformer on a grid of ranks, equal to one process
+
+Nothing new is split here. Chapters 01 to 06 each split one thing; this one lays their groups on one
+grid of ranks and settles the questions that only arise together: who adds which gradient to whom,
+what divides the loss, what counts once in a norm, and what a checkpoint must say so that any other
+grid can read it. One table answers the first; all else follows from it.
+
+    rank  0  1  2  3   4  5  6  7   8 ...          outermost axis: pp      stages of layers
+          └tp┘  tp     tp    tp     next stage     then dp                 samples
+          └─ cp ─┘     └─ cp ─┘                    then cp                 positions
+          └───── dp ─────┘                         innermost: tp (+ SP)    heads, widths, vocabulary
+          experts: the plane dp x cp once more, as edp x ep
+
+    parameter             split over    its gradient is summed over
+    norm, router          -             dp, cp, and tp if SP gives tp ranks different tokens
+    attention, MLP, ends  tp            dp, cp
+    expert                ep            edp, and tp if SP
+    tied embedding        tp            the same, after first and last stage have added theirs
+
+    python 07_5d.py                                                    16 ranks: 2 of each axis
+    python 07_5d.py --pp 1 --dp 2 --cp 1 --tp 1 --ep 2                 any other factorisation
+    torchrun --nnodes 4 --nproc-per-node 8 07_5d.py --tp 8 --dp 4      many machines: see README
+
+Guide: 3D, 4D, 5D parallelism · Communication patterns and topology · Activation checkpointing ·
+Gradient accumulation · Checkpointing and resharding · Hyperparameters. Llama 3 405B had no five
+axes: TP 8, PP 16, CP 1 (16 for 131K tokens), no experts; DeepSeek-V3 had PP 16, EP 64 and no TP.
+
+Questions  Q7.1 ** which ranks form a group?   Q7.2 *** over whom is a gradient summed?
+           Q7.3 ** what counts once?           Q7.4 ** who decides to skip?
+"""
+# B samples of a step, b of a micro-batch here · S bytes of a sample, s of them on this cp rank
+# D width · H query and K key/value heads · F inner width · E experts · V vocabulary (256)
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+import time
+from collections import Counter, defaultdict, namedtuple
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+dp, zero, tp, pp, ep, cp = (
+    importlib.import_module(name)
+    for name in ("01_dp", "02_zero", "03_tp", "04_pp_schedules", "05_ep", "06_cp_ring")
+)
+
+# ── the grid ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Grid:
+    """Ranks as one named array, and this rank's process group along every set of axes in use.
+
+    Args: the size of each axis; order, the axes from the outermost to the innermost, which gets
+    neighbouring ranks and so the fastest links; alone=True makes a grid of this rank by itself,
+    for the serial twin. `grid["dp cp"]` is the group of the ranks that differ from this one in
+    nothing but dp and cp. Experts divide the plane dp x cp again, as edp x ep with ep inside.
+    """
+
+    GROUPS = "pp", "cp", "tp", "ep", "edp", "edp tp", "dp cp", "dp cp tp", "pp dp cp tp"
+
+    def __init__(self, pp, dp, cp, tp, ep, order="pp dp cp tp", alone=False, timeout=60):
+        self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
+        self.me = dist.get_rank()
+        ranks = np.array([self.me]) if alone else np.arange(pp * dp * cp * tp)
+        # Q7.1 ** Name the axes of the ranks, for dense parameters and for experts. Which peers are
+        #         consecutive?   hint: the last name in the pattern of a rearrangement varies fastest
+        self.dense = rearrange(ranks, f"({order}) -> pp dp cp tp", pp=pp, dp=dp, cp=cp, tp=tp)
+        self.expert = rearrange(
+            rearrange(self.dense, "pp dp cp tp -> pp (dp cp) tp"),
+            "pp (edp ep) tp -> pp edp ep tp", ep=ep,
+        )  # fmt: skip
+        # /Q7.1
+        self.at = self._coordinates()
+        patience = timedelta(seconds=timeout)
+        self._groups = {}
+        for axes in self.GROUPS:  # every rank makes every group, in this order, or all would hang
+            for peers in self.rows(axes).tolist():
+                group = dist.new_group(peers, timeout=patience, use_local_synchronization=alone)
+                if self.me in peers:
+                    self._groups[axes] = group
+
+    def rows(self, axes):
+        """Rank numbers (groups, size of a group) for axes such as "dp cp"."""
+        names = "pp edp ep tp" if "e" in axes else "pp dp cp tp"
+        array = self.expert if "e" in axes else self.dense
+        others = " ".join(name for name in names.split() if name not in axes.split())
+        return rearrange(array, f"{names} -> ({others}) ({axes})")
+
+    def __getitem__(self, axes):
+        return self._groups[axes]
+
+    def size(self, axes):
+        """Ranks along axes such as "dp cp"."""
+        return math.prod(self.sizes[axis] for axis in axes.split())
+
+    def _coordinates(self):
+        dense, expert = (np.argwhere(a == self.me)[0].tolist() for a in (self.dense, self.expert))
+        return dict(zip("pp dp cp tp edp ep".split(), [*dense, *expert[1:3]]))
+
+    def lines(self):
+        """The grid as text: for each stage a table of ranks, a row per (dp, cp), tp across."""
+        for stage, plane in enumerate(self.dense):
+            yield f"pp {stage}   " + "   ".join(
+                f"dp {d} cp {c}: " + " ".join(f"{rank:2}" for rank in row)
+                for d, rows in enumerate(plane) for c, row in enumerate(rows)
+            )  # fmt: skip
+
+
+# ── the model, cut along all axes ────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):
+    """Attention, then a dense MLP or a mixture of experts, each on a normed copy of the residual
+    stream: (b, s, D) to itself, s / tp tokens of it on each rank under SP."""
+
+    def __init__(self, args, layer, grid, attend):
+        super().__init__()
+        torch.manual_seed(1 + layer)  # by global index, so that no layout changes the start
+        D, sp = args.width, "regather" if args.sp else "off"
+        self.norm1, self.norm2 = tp.RMSNorm(D), tp.RMSNorm(D)
+        if args.recompute == "selective":
+            attend = partial(checkpoint, attend, use_reentrant=False)
+        heads = D, args.heads, args.kv_heads
+        self.attention = tp.Attention(*heads, grid["tp"], sp=sp, attend=attend)
+        if args.experts and layer % args.every == args.every - 1:
+            router = ep.Router(
+                D, args.experts, args.top_k, balance=0.01 if args.balance == "aux" else 0.0,
+                group=grid["dp cp tp" if args.sp else "dp cp"], microbatches=args.micro_batches,
+            )  # fmt: skip
+            self.mlp = ep.MoE(router, args.hidden // 2, grid["ep"], shared=args.hidden // 2)
+        else:
+            self.mlp = tp.MLP(D, args.hidden, grid["tp"], sp=sp)
+        self.recompute = args.recompute == "full"
+
+    def forward(self, x, positions_s, later=None):
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, positions_s, later, use_reentrant=False)
+        return self.compute(x, positions_s, later)
+
+    def compute(self, x, positions_s, later):
+        x = x + self.attention(self.norm1(x, later), positions_s, later)
+        return x + self.mlp(self.norm2(x, later), later)
+
+
+MicroBatch = namedtuple("MicroBatch", "x_bs y_bs positions_s valid")
+
+
+class Stage(nn.Module):
+    """Consecutive blocks, named by global index; the first stage embeds, the last has the loss."""
+
+    def __init__(self, args, layers, grid, attend, first, last, embedding):
+        super().__init__()
+        self.width, self.grid, self.parts = args.width, grid, grid.size("tp") if args.sp else 1
+        self.first, self.last = first, last
+        self.blocks = nn.ModuleDict({str(k): Block(args, k, grid, attend) for k in layers})
+        self.embedding = embedding if first or (last and args.tied) else None
+        if last:
+            torch.manual_seed(1 + args.layers)
+            self.norm, sp = tp.RMSNorm(args.width), "regather" if args.sp else "off"
+            ends = args.width, 256, grid["tp"]
+            self.head = tp.ColumnParallelLinear(*ends, sp=sp, blocks=((256, 1),))
+            if args.tied:
+                self.head.weight = embedding.weight
+
+    def boundary(self, micro_batch):
+        """Room for what arrives from a neighbouring stage."""
+        b, s = micro_batch.x_bs.shape
+        return next(self.parameters()).new_empty(b, s // self.parts, self.width)
+
+    def forward(self, h, micro_batch, later=None):
+        """Hidden states in, and out; out of the last stage, this rank's part of the loss."""
+        x_bs, y_bs, positions_s, valid = micro_batch
+        if self.first:
+            h = self.embedding(x_bs, later)
+        for block in self.blocks.values():
+            h = block(h, positions_s, later)
+        if not self.last:
+            return h
+        logits_bsv = self.head(self.norm(h, later), later)
+        lost_bs = tp.vocab_parallel_cross_entropy(logits_bsv, y_bs, 256, self.grid["tp"])
+        return lost_bs.sum() / valid
+
+
+def attention_of(args, grid):
+    """(attend(q, k, v), layout) over the context-parallel group."""
+    layout = "contiguous" if args.attention == "ulysses" else "zigzag"
+    over = dict(group=grid["cp"], layout=layout)
+    if grid.size("cp") == 1:
+        return tp.causal, layout
+    kinds = {"ring": cp.ring_attention, "all-gather": cp.all_gather_attention}
+    return partial(kinds.get(args.attention, cp.ulysses_attention), **over), layout
+
+
+def reduction_table(sp):
+    """{kind of parameter: (axes it is split over, axes its gradient is summed over)}. The stages
+    split everything. All that this file does with a parameter is read off here: what is reduced,
+    what counts in the norm, who writes it to a checkpoint, how many bytes it takes."""
+    # Q7.2 *** A gradient is a sum over tokens. Which axes hold other tokens for the same weights?
+    #          hint: an expert saw its tokens of all its ep group; tp ranks share them, unless SP
+    return {
+        "whole": ("", "dp cp tp" if sp else "dp cp"),
+        "cut by tp": ("tp", "dp cp"),
+        "expert": ("ep", "edp tp" if sp else "edp"),
+    }
+    # /Q7.2
+
+
+class Model:
+    """The stages that this rank holds, its parameters by name and kind, and their optimizer."""
+
+    def __init__(self, args, grid, device, optimizer_class=torch.optim.AdamW, table=None, **given):
+        self.args, self.grid, self.device = args, grid, device
+        self.schedule = make_schedule(args, grid.size("pp"))
+        self.place = pp.placement(self.schedule)
+        last = max(stage for _, stage in self.place)
+        here = sorted({s for (_, s), rank in self.place.items() if rank == grid.at["pp"]})
+        attend, self.layout = attention_of(args, grid)
+        torch.manual_seed(0)
+        sp = "regather" if args.sp else "off"
+        embedding = tp.VocabParallelEmbedding(256, args.width, grid["tp"], sp)
+        cuts = np.array_split(np.arange(args.layers), last + 1)
+        build = lambda s: Stage(args, cuts[s], grid, attend, s == 0, s == last, embedding)
+        self.stages = {s: build(s).to(device, DTYPES[args.precision]) for s in here}
+        self.named, self.kinds, self.specs = {}, {}, {}
+        for stage in self.stages.values():
+            tp_specs, experts = tp.shard_specs(stage), ep.shard_specs(stage)
+            for name, param in stage.named_parameters():
+                name = "embedding.weight" if param is embedding.weight else name
+                self.named[name] = param
+                self.kinds[name] = (
+                    "cut by tp" if name in tp_specs else "expert" if name in experts else "whole"
+                )
+                self.specs[name] = {**tp_specs, **experts}.get(name)
+        if args.tied and 0 not in self.stages and last in self.stages:
+            self.kinds["embedding.weight"] = "copy"
+        self.table = {**reduction_table(args.sp), **(table or {})}
+        self.table["copy"] = self.table["cut by tp"]
+        groups = [
+            {"params": [(n, p) for n, p in self.named.items() if self.kinds[n] == kind],
+             "group": grid[summed], "kind": kind}
+            for kind, (_, summed) in self.table.items() if kind in self.kinds.values()
+        ]  # fmt: skip
+        reduce_dtype = torch.float32 if args.precision == "bf16" else None
+        self.optimizer = zero.ZeroOptimizer(
+            groups, optimizer_class, stage=args.zero, reduce_dtype=reduce_dtype, **given
+        )
+        self.routers = [m for s in self.stages.values() for m in s.modules() if type(m) is ep.Router]
+
+    def copies(self, kind):
+        """How many ranks hold the same element of a parameter of this kind."""
+        # Q7.3 ** Every rank adds its squares to one sum. How often does an element come up in it?
+        #         hint: once for each rank of its stage, but for the axes that it is split over
+        split, _ = self.table[kind]
+        stage_ranks = self.grid.size("dp cp tp")
+        twice = 2 if (1, 0) in self.place else 1  # DualPipe: each stage stands on two ranks
+        return twice * stage_ranks // self.grid.size(split)
+        # /Q7.3
+
+    def micro_batches(self, x_BS, y_BS):
+        """This rank's part of each micro-batch of the whole batch, labels that do not count -100:
+        the samples of its dp coordinate, the positions of its cp coordinate."""
+        grid, m = self.grid, self.args.micro_batches
+        inner = grid.size("tp") if self.args.sp else 1
+        positions_s = cp.positions(x_BS.shape[1], grid["cp"], self.layout, inner).to(self.device)
+        mine = lambda whole: whole.chunk(grid.size("dp"))[grid.at["dp"]][:, positions_s.cpu()]
+        x_y = [[mine(part).to(self.device) for part in (x, y)]
+               for x, y in zip(x_BS.chunk(m), y_BS.chunk(m))]  # fmt: skip
+        valid = sum((y != -100).sum() for _, y in x_y)
+        # all_reduce(SUM) over dp x cp, 1: the one divisor of the step
+        dist.all_reduce(valid, group=grid["dp cp"])
+        return [MicroBatch(x, y, positions_s, valid) for x, y in x_y]
+
+    def gradients(self, x_BS, y_BS):
+        """Forward, backward, and all reductions. Returns (loss, gradient norm) of the whole step,
+        the same numbers on every rank."""
+        micro_batches, grid = self.micro_batches(x_BS, y_BS), self.grid
+        losses, _ = pp.execute(self.schedule, self.stages, micro_batches, grid["pp"])
+        if self.args.tied:
+            pp.share_gradients(self.schedule, self.stages, grid["pp"])
+        squares = self.optimizer.grad_norm_sq()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if grid.at["tp"] == 0:  # tp ranks have the same losses
+            totals[0] += sum(losses.values())
+        for group, square in zip(self.optimizer.param_groups, squares):
+            if group["kind"] != "copy":
+                totals[1] += square / self.copies(group["kind"])
+        # all_reduce(SUM) over all ranks, 2: the loss, and the square of the one gradient's norm
+        dist.all_reduce(totals, group=grid["pp dp cp tp"])
+        return totals[0].item(), totals[1].sqrt().item()
+
+    def step(self, x_BS, y_BS, rate, max_norm=1.0):
+        """One step at a learning rate. Returns (loss, norm); a norm that is not finite, on every
+        rank alike, means that the step was skipped."""
+        loss, norm = self.gradients(x_BS, y_BS)
+        # Q7.4 ** One rank found a NaN. Who has to leave this step out, and how do they know?
+        #         hint: a decision that each rank takes alone is taken differently somewhere
+        if math.isfinite(norm):
+            self.optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            for router in self.routers if self.args.balance == "bias" else ():
+                router.update_bias(1e-3)
+        # /Q7.4
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def evaluate(self, x_BS, y_BS):
+        """The loss of a batch, forward only, by the forwards of the same schedule."""
+        forwards = [
+            [cell for cell in (tuple(op for op in cell if op.kind == "F") for cell in cells) if cell]
+            for cells in self.schedule
+        ]
+        micro_batches = self.micro_batches(x_BS, y_BS)
+        losses, _ = pp.execute(forwards, self.stages, micro_batches, self.grid["pp"])
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.grid.at["tp"] == 0:
+            loss += sum(losses.values())
+        # all_reduce(SUM) over all ranks, 1
+        dist.all_reduce(loss, group=self.grid["pp dp cp tp"])
+        return loss.item()
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def make_schedule(args, stages):
+    """The lists of the schedule for the ranks of pp. Raises ValueError as its generator does."""
+    return pp.SCHEDULES[args.schedule](stages, args.micro_batches)
+
+
+def rate_at(step, args):
+    """Linear warm-up over a tenth of the steps, then cosine to a tenth of the peak, or "wsd": stay
+    at the peak, and decay linearly over the last fifth."""
+    warm, t = max(1, args.steps // 10), step / max(1, args.steps)
+    if step < warm:
+        return args.rate * (step + 1) / warm
+    if args.decay == "wsd":
+        return args.rate * min(1.0, (1 - t) / 0.2)
+    return args.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * t)))
+
+
+# ── checkpoints that any grid can read ───────────────────────────────────────────────────────
+
+
+def save(model, step, folder):
+    """Write step's checkpoint, every rank its own pieces, and make it the newest.
+
+    It appears under its name only when all ranks have written and synced theirs: whatever is killed
+    whenever, the last complete one stays. `folder` must be one that all machines share.
+    """
+    world, folder = model.grid["pp dp cp tp"], Path(folder)
+    final, partial_ = folder / f"step_{step:08}", folder / f"step_{step:08}.partial"
+    me = model.grid.me
+    if me == 0:
+        shutil.rmtree(partial_, ignore_errors=True)
+        partial_.mkdir(parents=True)
+    dist.barrier(group=world)
+    file = partial_ / f"rank_{me:05}.pt"
+    mine = {"pieces": list(pieces(model)), "random": torch.get_rng_state()}
+    with open(file, "wb") as out:
+        torch.save(mine, out)
+        out.flush()
+        os.fsync(out.fileno())
+    digest = torch.tensor([*hashlib.sha256(file.read_bytes()).digest()], device=model.device)
+    digests = digest.new_empty(dist.get_world_size(world) * len(digest))
+    # all_gather over all ranks, 32 from each: all files are written, and this is what is in them
+    dist.all_gather_single(digests, digest, group=world)
+    if me == 0:
+        files = {f"rank_{r:05}.pt": bytes(row).hex() for r, row in enumerate(digests.view(-1, 32).tolist())}
+        about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args), "files": files}
+        write_synced(partial_ / "manifest.json", json.dumps(about, indent=1).encode())
+        partial_.rename(final)
+        sync_folder(folder)
+        for old in checkpoints(folder)[:-2]:
+            shutil.rmtree(old)
+    dist.barrier(group=world)
+
+
+def write_synced(path, content):
+    """Write a file, and wait until it is on the disk."""
+    with open(path, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def sync_folder(folder):
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def pieces(model):
+    """(name, its cut, elements start:stop of this cut flattened, tensors) that this rank writes: of
+    what several ranks hold, the first among them."""
+    at = model.grid.at
+    for name, (start, stop), tensors in model.optimizer.local_state():
+        kind = model.kinds[name]
+        if kind == "copy":
+            continue
+        split, summed = model.table[kind]
+        apart = summed.split() if model.args.zero else []
+        others = {"dp", "cp", "tp"} if kind != "expert" else {"edp", "ep", "tp"}
+        if all(at[axis] == 0 for axis in others - {split, *apart}):
+            cut = (at[split], model.grid.size(split)) if split else (0, 1)
+            yield name, cut, (start, stop), {k: v.clone() for k, v in tensors.items()}
+    for stage in model.stages.values():
+        if all(at[axis] == 0 for axis in ("dp", "cp", "tp")):
+            for name, buffer in stage.named_buffers():
+                if "bias_E" in name:
+                    yield name, (0, 1), (0, buffer.numel()), {"param": buffer.clone()}
+
+
+def checkpoints(folder):
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in Path(folder).glob("step_*") if p.suffix != ".partial")
+
+
+def newest(folder):
+    """(path, manifest) of the newest checkpoint; None where there is none. Raises ValueError, with
+    the file's name, where one of its files is missing, truncated or altered."""
+    found = checkpoints(folder)
+    if not found:
+        return None
+    manifest = json.loads((found[-1] / "manifest.json").read_text())
+    for name, digest in manifest["files"].items():
+        file = found[-1] / name
+        if not file.exists():
+            raise ValueError(f"--resume: {file} is missing")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"--resume: {file} is not what was written; remove {found[-1]}")
+    return found[-1], manifest
+
+
+@torch.no_grad()
+def load(model, folder):
+    """Take parameters and optimizer state from the newest checkpoint, whatever grid wrote it, and
+    on the same grid this rank's random state. Returns the step to go on with, 0 without any."""
+    if not (found := newest(folder)):
+        return 0
+    path, manifest = found
+    found = defaultdict(lambda: defaultdict(dict))  # name, tensor, then cut: its pieces
+    for file in sorted(path.glob("rank_*.pt")):
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        for name, cut, span, tensors in saved["pieces"]:
+            for key, tensor in tensors.items() if name in model.named or "bias_E" in name else ():
+                found[name][key].setdefault(cut, []).append((span, tensor))
+        if file.name == f"rank_{model.grid.me:05}.pt" and manifest["grid"] == model.grid.sizes:
+            torch.set_rng_state(saved["random"])
+    state, order = {}, [(n, p) for g in model.optimizer.param_groups for n, p in zip(g["param_names"], g["params"])]
+    for index, (name, param) in enumerate(order):
+        local = {key: resharded(model, name, cuts, param) for key, cuts in found[name].items()}
+        master = local.pop("param")
+        param.copy_(master)
+        state[index] = {**local, **({"master": master} if param.dtype != master.dtype else {})}
+    for stage in model.stages.values():
+        for name, buffer in stage.named_buffers():
+            if name in found:
+                buffer.copy_(found[name]["param"][0, 1][0][1])
+    model.optimizer.load_state_dict({
+        "state": state if any(len(tensors) > 0 for tensors in state.values()) else {},
+        "param_groups": [model.optimizer._options(g) for g in model.optimizer.param_groups],
+    })
+    return manifest["step"]
+
+
+def resharded(model, name, cuts, param):
+    """This rank's part of a tensor, from the pieces {(cut, of): [((start, stop), elements)]}."""
+    (_, first), *_ = next(iter(cuts.values()))
+    if first.dim() == 0:  # a number that belongs to the whole tensor, such as AdamW's step
+        return first
+    parts = [torch.cat([x for _, x in sorted(pieces, key=lambda p: p[0])]) for _, pieces in sorted(cuts.items())]
+    spec = model.specs[name]
+    if spec is None:
+        return parts[0].view(param.shape)
+    dim, kind, grid = spec[0], model.kinds[name], model.grid
+    split = "ep" if kind == "expert" else "tp"
+    whole_rows = param.shape[dim] * grid.size(split)
+    shape = [whole_rows // len(parts) if i == dim else n for i, n in enumerate(param.shape)]
+    whole = tp.unshard([part.view(shape) for part in parts], spec)
+    return tp.shard(whole, spec, grid.size(split), grid.at[split])
+
+
+def model_of(args):
+    """What a checkpoint and the run that resumes it must agree on."""
+    keys = "layers width heads kv_heads hidden experts top_k every tied text batch length".split()
+    return {key: getattr(args, key) for key in keys}
+
+
+# ── what it sends, by formula ────────────────────────────────────────────────────────────────
+
+
+def sent_by_formula(model, x_BS, plans):
+    """{axis: bytes that this rank sends in Model.gradients}; plans: of each MoE forward, in order.
+    By axis, not by group: dp has all reductions over replicas, "all" the two totals."""
+    args, grid, e = model.args, model.grid, model.optimizer.shards[0].own.element_size()
+    n_tp, n_cp, size = grid.size("tp"), grid.size("cp"), grid.size
+    part, wide = lambda n: (n - 1) / n, max(e, 4)
+    b, s = x_BS.shape[0] // args.micro_batches // size("dp"), x_BS.shape[1] // n_cp
+    sent, m = Counter(), args.micro_batches
+    X, d = b * s * args.width * e, args.width // args.heads
+    around = part(n_tp) * X  # one reduce-scatter or all-gather of this rank's tokens
+    for stage in model.stages.values():
+        layers = [layer for block in stage.blocks.values() for layer in (block.attention, block.mlp)]
+        cut = sum(not isinstance(layer, ep.MoE) for layer in layers)
+        sent["tp"] += m * cut * around * (5 if args.sp else 4)
+        if stage.first:
+            sent["tp"] += m * around * 2
+        if stage.last:
+            sent["tp"] += m * around * (3 if args.sp else 2)
+            sent["tp"] += m * 2 * part(n_tp) * 3 * b * s * wide
+        kv = 2 * b * s * max(args.kv_heads // n_tp, 1) * d
+        q = b * s * args.heads // n_tp * d
+        k_copied = 2 * b * s * math.lcm(args.kv_heads // n_tp, n_cp) * d
+        forward, backward = {
+            "ring": ((n_cp - 1) * kv * e, (n_cp - 1) * kv * e + n_cp * kv * wide * (n_cp > 1)),
+            "all-gather": ((n_cp - 1) * kv * e, (n_cp - 1) * kv * (e + wide)),
+            "ulysses": (part(n_cp) * (2 * q + k_copied) * e,) * 2,
+        }[args.attention]
+        sent["cp"] += m * len(stage.blocks) * (forward + backward)
+    for plan in plans:
+        me, n = grid.at["ep"], size("ep")
+        rows = sum(plan.sent) - plan.sent[me] + sum(plan.received) - plan.received[me]
+        sent["ep"] += 2 * rows * args.width * e + 8 * (n - 1) * (args.experts // n)
+    last = max(stage for _, stage in model.place)
+    for op in (op for cell in model.schedule[grid.at["pp"]] for op in cell):
+        to, _ = pp.receiver(op, model.place, last)
+        sent["pp"] += X / (n_tp if args.sp else 1) * (to is not None and to != grid.at["pp"])
+    ends = {model.place[0, 0], model.place[0, last]}
+    if args.tied and len(ends) == 2 and grid.at["pp"] in ends:
+        sent["pp"] += model.named["embedding.weight"].nbytes
+    over = defaultdict(int)
+    for name, param in model.named.items():
+        over[model.table[model.kinds[name]][1]] += param.numel()
+    for axes, P in over.items():
+        n, squares = size(axes), 8 * len(model.optimizer.param_groups)
+        padded = -(-P // n) * n if args.zero else P
+        sent["dp"] += part(n) * (padded * e + 2 * squares if args.zero else 2 * padded * e)
+    sent["dp"] += 2 * part(size("dp cp")) * 8
+    routers = sum(router.balance > 0 for router in model.routers)
+    sent["dp"] += m * routers * 2 * part(size("dp cp tp" if args.sp else "dp cp")) * 8 * args.experts
+    sent["all"] = 2 * part(size("pp dp cp tp")) * 16
+    return sent
+
+
+def sent_by_axis(ledger, grid):
+    """{axis: bytes} of a ledger's events, by the group each went over."""
+    axis_of = {"dp cp": "dp", "dp cp tp": "dp", "edp": "dp", "edp tp": "dp", "pp dp cp tp": "all"}
+    names = {grid[axes].group_name: axis_of.get(axes, axes) for axes in grid.GROUPS}
+    found = Counter()
+    for event in ledger.events:
+        if event.sent:
+            found[names[event.group]] += event.sent
+    return found
+
+
+# ── proof ────────────────────────────────────────────────────────────────────────────────────
+
+
+def twin_of(model, **given):
+    """The whole model on this rank alone: no axis, no SP, no ZeRO, every micro-batch in turn."""
+    alone = dict(pp=1, dp=1, cp=1, tp=1, ep=1)
+    args = argparse.Namespace(**{
+        **vars(model.args), **alone, "sp": False, "zero": 0, "schedule": "gpipe",
+        "recompute": "none", "attention": "ring",
+    })  # fmt: skip
+    return Model(args, Grid(**alone, alone=True), model.device, **given)
+
+
+def local_gradients(model):
+    """(name, (start, stop), elements) of the summed gradients that this rank holds."""
+    for shard in model.optimizer.shards:
+        for piece in shard.pieces:
+            name = model.optimizer.names[piece.param]
+            yield name, (piece.start, piece.stop), shard.grad[piece.where]
+
+
+def part_of(whole, model, name, span):
+    """The elements of a whole tensor that this rank holds as `span` of its part."""
+    spec, kind = model.specs[name], model.kinds[name]
+    if spec is not None:
+        split = "ep" if kind == "expert" else "tp"
+        whole = tp.shard(whole, spec, model.grid.size(split), model.grid.at[split])
+    return whole.flatten()[slice(*span)]
+
+
+def largest_error(found, wanted, model):
+    """Over (name, span, elements) triples beside {name: whole}: max|difference| / max|whole|."""
+    worst = 0.0
+    for name, span, part in found:
+        gap = (part - part_of(wanted[name], model, name, span)).abs().max().item()
+        size = wanted[name].abs().max().item()
+        worst = max(worst, gap / size if size else math.inf if gap else 0.0)
+    return worst
+
+
+def proof_batch(args, grid, device="cpu"):
+    """A batch of the twin's size, its labels unequally many on every rank."""
+    draw = torch.Generator().manual_seed(3)
+    B = args.micro_batches * grid.size("dp")
+    x_BS, y_BS = torch.randint(256, (2, B, args.length), generator=draw)
+    y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0.1, 0.7, B)[:, None]] = -100
+    return x_BS, y_BS
+
+
+def proof(args, grid, device):
+    """Rows: loss, norm, every gradient, parameters after three steps; bytes by axis; bytes held;
+    and the table of reductions with one entry changed."""
+    batch = proof_batch(args, grid)
+    model = Model(args, grid, device)
+    twin = twin_of(model)
+    plans = []
+
+    def note_plan(*given):
+        plans.append(real(*given))
+        return plans[-1]
+
+    with dp.Ledger() as ledger:
+        real, ep.make_plan = ep.make_plan, note_plan
+        loss, norm = model.gradients(*batch)
+        ep.make_plan = real
+    wanted_loss, wanted_norm = twin.gradients(*batch)
+    wanted = {name: part.view_as(twin.named[name]) for name, _, part in local_gradients(twin)}
+    off = lambda found, wanted: abs(found - wanted) / wanted
+    yield dp.Row("every gradient", largest_error(local_gradients(model), wanted, model))
+    yield dp.Row("loss", off(loss, wanted_loss))
+    yield dp.Row("norm of the gradient", off(norm, wanted_norm))
+    found, formula = sent_by_axis(ledger, grid), sent_by_formula(model, batch[0], plans)
+    if args.recompute == "none":
+        for axis in ("pp", "dp", "cp", "tp", "ep", "all"):
+            yield dp.Row(f"bytes over {axis}", 0.0, sent=(found[axis], formula[axis]))
+    model.optimizer.step()
+    yield dp.Row("bytes of weights and AdamW's state", 0.0, held=(held(model), held_by_formula(model, twin)))
+
+    models = [build(optimizer_class=torch.optim.SGD, lr=0.1) for build in (partial(Model, args, grid, device), partial(twin_of, model))]
+    for _ in range(3):
+        for each in models:
+            each.step(*batch, rate=0.1)
+    stepped = {name: param for name, param in models[1].named.items()}
+    whole = [(name, (0, p.numel()), p.flatten()) for name, p in models[0].named.items()]
+    yield dp.Row("weights after three SGD steps", largest_error(whole, stepped, models[0]))
+    yield from wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm)
+
+
+def held(model):
+    """Bytes of this rank's weights, and of what its optimizer keeps for each element."""
+    states = [state for *_, tensors in model.optimizer.local_state() for key, state in tensors.items()
+              if key != "param" and state.dim()]  # fmt: skip
+    return sum(p.nbytes for p in model.named.values()) + sum(state.nbytes for state in states)
+
+
+def held_by_formula(model, twin):
+    """From the twin's whole tensors and the table: weights / split, twice that / replicas."""
+    grid, e, total, over = model.grid, 8, 0, defaultdict(int)
+    for name in model.named:
+        split, summed = model.table[model.kinds[name]]
+        elements = twin.named[name].numel() // grid.size(split)
+        total += e * elements
+        over[summed] += elements
+    for axes, P in over.items():
+        n = grid.size(axes) if model.args.zero else 1
+        rank = dist.get_rank(grid[axes]) if model.args.zero else 0
+        row = -(-P // n)
+        total += 2 * e * min(max(P - rank * row, 0), row)
+    return total
+
+
+def wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm):
+    """The reduction table with one entry changed, and the error that it must show."""
+    model = Model(args, grid, device)
+    square = lambda kind: sum(
+        wanted[name].square().sum().item() for name in wanted
+        if twin.kinds[name] == kind
+    )  # fmt: skip
+    if grid.size("tp") > 1:
+        right = model.copies
+        model.copies = lambda kind: right(kind) // (grid.size("tp") if kind == "whole" else 1)
+        _, norm = model.gradients(*batch)
+        predicted = math.sqrt(wanted_norm**2 + (grid.size("tp") - 1) * square("whole"))
+        yield dp.Row("norms' squares counted tp times", norm / wanted_norm - 1, wrong=predicted / wanted_norm - 1)
+    if args.experts and grid.size("ep") > 1:
+        over = {"expert": ("ep", reduction_table(args.sp)["whole"][1])}
+        model = Model(args, grid, device, table=over)
+        model.gradients(*batch)
+        experts = [name for name in wanted if twin.kinds[name] == "expert"]
+        summed = {  # each place among a rank's experts gets the sum of all ranks' experts there
+            name: sum(wanted[name].chunk(grid.size("ep"))).repeat(grid.size("ep"), 1, 1)
+            for name in experts
+        }
+        found = [each for each in local_gradients(model) if each[0] in experts]
+        predicted = max(dp.relative_error(summed[n], wanted[n]) for n in experts)
+        yield dp.Row("experts summed over dp x cp", largest_error(found, wanted, model), wrong=predicted)
+    if args.tied and grid.size("pp") > 1:
+        model = Model(args, grid, device)
+        shared, pp.share_gradients = pp.share_gradients, lambda *_: None
+        model.gradients(*batch)
+        pp.share_gradients = shared
+        ends = untied_gradients(twin, batch)
+        predicted = max(dp.relative_error(end, wanted["embedding.weight"]) for end in ends)
+        found = [each for each in local_gradients(model) if each[0] == "embedding.weight"]
+        yield dp.Row("tied embedding not summed", largest_error(found, wanted, model), wrong=predicted)
+
+
+def untied_gradients(twin, batch):
+    """What the embedding alone, and the head alone, ask of the weight that they share."""
+    args = argparse.Namespace(**{**vars(twin.args), "tied": False})
+    apart = Model(args, twin.grid, twin.device)
+    (stage,) = apart.stages.values()
+    with torch.no_grad():
+        stage.head.weight.copy_(twin.named["embedding.weight"])
+    apart.gradients(*batch)
+    found = {name: part for name, _, part in local_gradients(apart)}
+    like = twin.named["embedding.weight"]
+    return [found[name].view_as(like) for name in ("embedding.weight", "head.weight")]
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(args, grid, device):
+    """Train on text; print the loss beside the unigram entropy, and what a step sends by axis."""
+    text, model = dp.read_text(args.text, 0), Model(args, grid, device, weight_decay=0.1, betas=(0.9, 0.95))
+    training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]
+    first = load(model, args.resume) if args.resume else 0
+    elements = sum(p.numel() / model.copies(model.kinds[n]) for n, p in model.named.items() if model.kinds[n] != "copy")
+    count = torch.tensor([elements], dtype=torch.float64, device=device)
+    # all_reduce(SUM) over all ranks, 1: every element once
+    dist.all_reduce(count, group=grid["pp dp cp tp"])
+    dp.say(f"\n{count.item():,.0f} parameters; unigram entropy of the text {dp.unigram_entropy(text):.3f}"
+           + (f"; going on from step {first}" if first else ""))  # fmt: skip
+    dp.say("step   loss   norm   tokens/s   " + "  ".join(f"{axis:>9}" for axis in AXES) + "   bytes sent by rank 0")
+    for step in range(first, args.steps):
+        started = time.perf_counter()
+        x_BS, y_BS = dp.sample(training, step, args.batch, args.length)
+        with dp.Ledger() as ledger:
+            loss, norm = model.step(x_BS, y_BS, rate_at(step, args))
+        if not math.isfinite(norm):
+            dp.say(f"{step:4}  skipped on every rank: the gradient's norm is {norm}")
+        elif step % args.every_steps == 0 or step == args.steps - 1:
+            rate, sent = args.batch * args.length / (time.perf_counter() - started), sent_by_axis(ledger, grid)
+            dp.say(f"{step:4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}   " + "  ".join(f"{sent[a]:9,.0f}" for a in AXES))
+        if args.save and ((step + 1) % args.save_every == 0 or step == args.steps - 1):
+            save(model, step + 1, args.save)
+    x_BS, y_BS = dp.sample(held_out, 0, args.batch, args.length)
+    dp.say(f"held-out loss {model.evaluate(x_BS, y_BS):.3f}")
+    return 0
+
+
+AXES = ("pp", "dp", "cp", "tp", "ep", "all")
+
+
+def main(args, device):
+    """Prove on this very grid, then train."""
+    grid = Grid(args.pp, args.dp, args.cp, args.tp, args.ep, args.order, timeout=args.timeout)
+    dp.say(f"07 five axes · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
+    for line in grid.lines():
+        dp.say(line)
+    dp.say()
+    small = argparse.Namespace(**{
+        **vars(args), "precision": "fp64", "width": 32, "hidden": 48, "layers": max(2, n_stages(args)), "length": 4 * args.cp * args.tp,
+    })
+    broken = dp.prove(list(proof(small, grid, device)), device)
+    if args.steps:
+        broken |= train(args, grid, device)
+    return broken
+
+
+def n_stages(args):
+    """Stages of the model under the schedule of the arguments."""
+    return 1 + max(stage for _, stage in pp.placement(make_schedule(args, args.pp)))
+
+
+def validate(args, ranks):
+    """Refuse, in a sentence with the numbers, what cannot work."""
+    sizes = {axis: getattr(args, axis) for axis in ("pp", "dp", "cp", "tp")}
+    for axis, size in {**sizes, "ep": args.ep}.items():
+        if size < 1:
+            raise ValueError(f"--{axis} {size}: at least 1 is needed")
+    product = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
+    if math.prod(sizes.values()) != ranks:
+        raise ValueError(f"{product} = {math.prod(sizes.values())}, and there are {ranks} ranks")
+    if sorted(args.order.split()) != sorted(sizes):
+        raise ValueError(f"--order {args.order!r}: name each of pp, dp, cp and tp once")
+    if (args.dp * args.cp) % args.ep:
+        fit = [n for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
+        raise ValueError(f"--ep {args.ep} does not divide --dp {args.dp} x --cp {args.cp}: use {fit}")
+    if args.experts and args.experts % args.ep:
+        raise ValueError(f"--ep {args.ep} does not divide --experts {args.experts}")
+    if args.experts and not 1 <= args.top_k <= args.experts:
+        raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
+    if args.tp > args.kv_heads or args.kv_heads % args.tp:
+        raise ValueError(f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
+    tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
+    tp.divides(args.tp, hidden=args.hidden)
+    if args.attention == "ulysses" and (args.heads // args.tp) % args.cp:
+        raise ValueError(
+            f"--attention ulysses: --cp {args.cp} does not divide the {args.heads // args.tp} heads "
+            f"that --tp {args.tp} leaves a rank"
+        )
+    pieces = 2 * args.cp * (args.tp if args.sp else 1)
+    if args.length % pieces:
+        raise ValueError(f"--length {args.length} is no multiple of {pieces}: 2 x cp, x tp with SP")
+    if args.batch % (args.micro_batches * args.dp) or args.batch < 1:
+        raise ValueError(
+            f"--batch {args.batch} is no multiple of --micro-batches {args.micro_batches} "
+            f"x --dp {args.dp}"
+        )
+    if n_stages(args) > args.layers:
+        raise ValueError(f"--layers {args.layers}: {args.schedule} on --pp {args.pp} has {n_stages(args)} stages")
+    dp.read_text(args.text, at_least=20 * (args.length + 1))
+    if args.resume and (found := newest(args.resume)):
+        for key, value in found[1]["model"].items():
+            if value != getattr(args, key):
+                raise ValueError(f"--resume {found[0]} was trained with {key} {value}, not {getattr(args, key)}")
+    elif args.resume and args.resume != args.save:
+        raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
+
+
+def options():
+    """The command line."""
+    parser = dp.arguments(__doc__, ranks=None, steps=30)
+    for axis in ("pp", "dp", "cp", "tp", "ep"):
+        parser.add_argument(f"--{axis}", type=int, default=2, help="ranks along this axis")
+    parser.add_argument("--order", default="pp dp cp tp", help="axes, the innermost last")
+    parser.add_argument("--schedule", choices=pp.SCHEDULES, default="1f1b")
+    parser.add_argument("--attention", choices=("ring", "all-gather", "ulysses"), default="ring")
+    parser.add_argument("--sp", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--zero", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--balance", choices=("aux", "bias", "none"), default="aux")
+    parser.add_argument("--decay", choices=("cosine", "wsd"), default="cosine")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True)
+    for name, default in (
+        ("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 4), ("hidden", 128),
+        ("experts", 4), ("top-k", 2), ("every", 2), ("length", 64), ("batch", 16),
+        ("micro-batches", 2), ("save-every", 10), ("every-steps", 5),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--save", metavar="DIR", help="write checkpoints there")
+    parser.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint there")
+    args = parser.parse_args()
+    args.ranks = args.ranks or args.pp * args.dp * args.cp * args.tp
+    return args
+
+
+if __name__ == "__main__":
+    dp.launch(main, options(), validate)
