@@ -104,8 +104,9 @@ def gpipe(p, m):
 def one_f_one_b(p, m):
     """GPipe's bubble, but each backward as soon as it can run, so that rank s holds p - s
     micro-batches, not m (PipeDream-Flush, Narayanan et al., arXiv:2006.09503)."""
-    # Q4.2 * How many forwards does rank s run before its first pair of F and B? One too few makes
-    #        54 of 33 units at p = 4, m = 8.   hint: how many stages lie between s and the loss?
+    # Q4.2 * How many forwards does rank s run before its first pair of F and B? With one too few,
+    #        33 units become 54 at p = 4 and m = 8; with one too many, it holds more.
+    #        hint: how many stages lie between s and the loss?
     return looped(p, m, warmup=lambda s: p - 1 - s)
     # /Q4.2
 
@@ -127,17 +128,17 @@ def looped_bfs(p, m, v=2):
 
 
 def zb_h1(p, m):
-    """1F1B whose weight gradients fill the end of the step (Qi et al., arXiv:2401.10241)."""
+    """1F1B, W put off to fill the end of the step (Qi et al., arXiv:2401.10241)."""
     return looped(p, m, lambda s: p - 1 - s, lag=lambda s: s)
 
 
 def zb_h2(p, m):
-    """Eager 1F1B likewise: no rank idles between its first operation and its last."""
+    """Eager 1F1B, W put off: no rank idles between its first operation and its last (as zb-h1)."""
     return looped(p, m, lambda s: 2 * (p - 1 - s), lag=lambda s: 2 * s)
 
 
 def interleaved_zb(p, m, v=2, g=None):
-    """Interleaved likewise, at 1F1B's memory (torch's InterleavedZeroBubble)."""
+    """Interleaved 1F1B, W put off, at 1F1B's memory (torch's InterleavedZeroBubble)."""
     g = group_size(p, m, g)
     return looped(p, m, lambda s: p - 1 - s + (v - 1) * g, v, g, lag=lambda s: s)
 
@@ -441,14 +442,16 @@ FORMULAS = {  # bubble without comm; in what; peak on rank s; boundaries; where 
     "eager-1f1b": ("(p-1)*(F+B)", "makespan", "min(m, 2*(p-s)-1)", "p-1", "True"),
     "interleaved": ("(p-1)*(F+B)/v", "makespan", "min(m, (2*(p-s)-1+(v-1)*g)/v)", "v*p-1", "m>=p"),
     "looped-bfs": ("(p-1)*(F+B)/v", "makespan", "m", "v*p-1", "m>=p"),
-    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m>=p"),
-    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m>=2*p-1"),
+    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m>=p and W<=min(F,I)"),
+    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m>=2*p-1 and W<=min(F,I)"),
     "zb-auto": ("0", "span", "2*p-1", "p-1", "F==I==W and k==1 and m>=2*p-1==limit"),
     "zb-v": ("0", "span", "p", "2*(p-1)", "F==I==W and m>=2*p"),
-    "interleaved-zb": ("(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "v*p-1", "m>=p"),
+    "interleaved-zb": (
+        "(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "v*p-1", "m>=p and W<=min(F,I)"
+    ),
     "dualpipev": ("(p-1)*(F+2*B-3*W)/2", "makespan", "p+1/2", "2*(p-1)", "F==I==W and m>=2*p"),
     "dualpipe": ("(p/2-1)*(F+2*B-3*W)", "makespan", "p+1", "p-1", "F==I==W and m>=2*p and m%2==0"),
-}
+}  # fmt: skip
 
 
 def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
@@ -620,8 +623,9 @@ class Stage(nn.Module):
         if not self.last:
             return h_BSD
         logits_BSV = _Matmul.apply(h_BSD, self.embedding.weight, later)
-        # Q4.5 ** Micro-batches differ in how many bytes count, and their gradients are summed. What
-        #         is the loss of one?   hint: not its mean, which weighs a short one like a long one
+        # Q4.5 ** Micro-batches differ in how many bytes count; their gradients are summed. What is
+        #         the loss of one?
+        #         hint: not its mean, which would weigh a short one like a long one
         logits, targets = logits_BSV.flatten(0, 1), y_BS.flatten()
         total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         return total / divisor
@@ -642,9 +646,15 @@ def build(stages, layers, D=16, V=256):
 
 # ── the executor ─────────────────────────────────────────────────────────────────────────────
 
+# Why nothing deadlocks, whatever the schedule: every rank walks one and the same list of all cells,
+# in an order in which they could run one at a time, and posts a cell's messages where it passes the
+# cell. The first cell that is not done never waits for one behind it, even if every send and every
+# receive blocked; and any two ranks post what passes between them in the same order, which is all
+# that NCCL goes by (it ignores tags).
 
-class _Rank:
-    """What a rank has at hand: its stages, results that it waits for or has been sent, and the
+
+class _Worker:
+    """What a rank works with: its stages, results that it waits for or has been sent, and the
     graphs and closures of forwards whose backward is still to come."""
 
     def __init__(self, schedule, stages, microbatches):
@@ -699,34 +709,29 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
         microbatches: a sequence; its i-th is what modules get for micro-batch i.
         last_backward: called with a stage once its last gradient of this step is complete. Closures
             fire no parameter hooks, so a stage's data-parallel reduction starts here.
-    Returns ({micro-batch: loss} if the last stage is here, this rank's cells as Timed in seconds of
-    this machine's clock; on a GPU these are times of launching).
-
-    Nothing deadlocks, whatever the order of operations: every rank walks the same list of all
-    cells, in an order in which they could run one at a time, and posts a cell's messages where it
-    passes the cell. So the first cell that is not done never waits for one behind it, even if
-    each send and receive blocked; and two ranks post what passes between them in the same order,
-    which is all that NCCL goes by (it ignores tags).
+    Returns {micro-batch: loss}, empty where the last stage is not, and this rank's cells as Timed,
+    in seconds of this machine's clock (on a GPU, of launching them).
     """
     cells, me, timed = simulate(schedule).cells, dist.get_rank(group), []
-    rank, place = _Rank(schedule, stages, microbatches), placement(schedule)
+    worker, place = _Worker(schedule, stages, microbatches), placement(schedule)
     backwards = Counter(op.stage for cell in schedule[me] for op in cell if op.kind != "F")
     arriving, leaving = {}, deque()
     for cell in cells:
         outputs = []
         if cell.rank == me:
-            for need in [need for op in cell.ops for need in needs(op, rank.last)]:
+            for need in [need for op in cell.ops for need in needs(op, worker.last)]:
                 if need in arriving:
                     arriving.pop(need).wait()
             start = time.perf_counter()
-            outputs = [rank.run(op) for op in cell.ops]
+            outputs = [worker.run(op) for op in cell.ops]
             timed.append(Timed(me, cell.ops, start, time.perf_counter()))
         for k, op in enumerate(cell.ops):
-            to, stage = receiver(op, place, rank.last)
+            to, stage = receiver(op, place, worker.last)
             # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
-            #          any. What does this rank do?   hint: it may be one of the two, both, neither
+            #          any. What does this rank do?
+            #          hint: it may be the one, the other, both or neither
             if cell.rank == me == to:
-                rank.results[result(op)] = outputs[k]
+                worker.results[result(op)] = outputs[k]
             elif cell.rank == me and to is not None:
                 # isend to the neighbouring stage, B·S·D: both ends post it at this cell
                 leaving.append((dist.isend(outputs[k], group=group, group_dst=to), outputs[k]))
@@ -734,7 +739,7 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
                 room = stages[stage].boundary(microbatches[op.microbatch])
                 # irecv, B·S·D: posted while the sender computes, awaited where it is first used
                 arriving[result(op)] = dist.irecv(room, group=group, group_src=cell.rank)
-                rank.results[result(op)] = room
+                worker.results[result(op)] = room
             # /Q4.6
         outputs = room = None
         while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
@@ -745,7 +750,7 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
                 last_backward(op.stage)
     for work, _ in leaving:
         work.wait()
-    return rank.losses, timed
+    return worker.losses, timed
 
 
 def share_gradients(schedule, stages, group):
@@ -981,7 +986,8 @@ def plot(args, name, schedule, group):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    p, measured = len(schedule), measure(schedule, group)
+    # a group of gloo's, also beside NCCL: who sleeps on the host must also wait there
+    p, measured = len(schedule), measure(schedule, dist.new_group(backend="gloo"))
     if dist.get_rank(group):
         return
     both = {f"{name}, predicted": simulate(schedule), "measured, stages asleep": measured}
@@ -1031,7 +1037,7 @@ def predict(args):
     if args.list:
         for name, generate in SCHEDULES.items():
             bubble, of, peak, boundaries, _ = FORMULAS[name]
-            print(f"{name:15}{' '.join(generate.__doc__.split())}\n{'':15}"
+            print(f"{name:15}{' '.join(generate.__doc__.partition('limit:')[0].split())}\n{'':15}"
                   f"bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")  # fmt: skip
         return
     validate(args, args.ranks)
