@@ -1059,17 +1059,21 @@ def sent(transfers):
     return sum(transfer.sent for transfer in transfers)
 
 
-def tp_layer_traffic(tokens, hidden, tp, itemsize=2, sp=False, regather=True, recompute="none"):
+def tp_layer_traffic(
+    tokens, hidden, tp, itemsize=2, sp=False, regather=True, recompute="none", pairs=2, last=True
+):
     """Tensor parallelism, one layer, one micro-batch: attention and MLP each have an f/g pair.
 
     Without sp: 2 all-reduces forward, 2 backward. With sp each becomes an all-gather and a
     reduce-scatter, the same bytes, and `regather` fetches the two inputs again for backward.
-    Full recompute repeats forward except its last collective: nothing after it is needed.
+    Full recompute repeats forward except its last collective: nothing after it is needed. Routed
+    experts stand outside the pairs: a layer of them has one, which is not the layer's last.
     """
-    pair = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
-    calls = [(phase, what, 2) for phase in ("forward", "backward") for what in pair]
-    calls += [("backward", "all_gather", 2)] * (sp and regather)
-    calls += [("recompute", what, 1 + (what != pair[-1])) for what in pair if recompute == "full"]
+    kinds = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
+    calls = [(phase, what, pairs) for phase in ("forward", "backward") for what in kinds]
+    calls += [("backward", "all_gather", pairs)] * (sp and regather)
+    if recompute == "full":
+        calls += [("recompute", what, pairs - (last and what == kinds[-1])) for what in kinds]
     size = tokens * hidden * itemsize
     return [Transfer("tp", phase, what, n, size, tp) for phase, what, n in calls if tp > 1]
 
@@ -1146,28 +1150,52 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
     return [Transfer("dp", *call, True) for call in calls if call[-1] > 1]
 
 
+def _end_traffic(model, lo, layers, size, tokens):
+    """Tensor parallelism around the blocks, one micro-batch: embedding, head and loss of a rank."""
+    call = lambda phase, what, n=1, size=size: Transfer("tp", phase, what, n, size, lo.tp)
+    back = [call("backward", "all_gather")] * (lo.sp and lo.gather == "again")
+    first = [call("forward", "reduce_scatter"), call("backward", "all_gather")]
+    last = [call("forward", "all_gather"), call("backward", "reduce_scatter"), *back]
+    if not lo.sp:
+        first, last = [call("forward", "all_reduce")], [call("backward", "all_reduce")]
+    last.append(call("forward", "all_reduce", 3, 4 * tokens))  # a maximum, a sum and a logit
+    ends = first * (-1 in layers) + last * (model.layers in layers)
+    return ends if lo.tp > 1 else []
+
+
+def _copies_traffic(model, lo, layers):
+    """Tensor parallelism, one step: gradients of what several tp ranks hold. Under sp each copy of
+    a norm or a router saw other tokens; a norm of q and k saw other heads, a repeated key/value
+    head other queries, with sp and without."""
+    listed = [w for x in layers for w in _by_layer(model)[x] if w.kind not in ("expert", "buffer")]
+    size = 0
+    for w in listed:
+        if "kv" in w.axes:
+            size += w.numel * (lo.tp > model.kv_heads)
+        elif "tp" not in w.axes:
+            size += w.numel * (lo.sp or w.name.endswith(("q_norm", "k_norm")))
+    size *= RECIPES[lo.recipe]["gradients"]
+    return [Transfer("tp", "step", "all_reduce", 1, size, lo.tp)] if size and lo.tp > 1 else []
+
+
 def traffic(model, layout, rank=0):
-    """Everything that one rank of pipeline rank `rank` sends in a step: a list of `Transfer`."""
+    """Everything that a rank of pipeline rank `rank` sends in a step: a list of `Transfer`. Latent
+    attention is counted with the f/g pair of ordinary attention."""
     lo, layers, names = layout, placed_layers(model, layout)[rank], symbols(model, layout)
-    T, h, e, out = names["T"], model.hidden, lo.itemsize, []
-    ends = lambda phase, what, n, size: Transfer("tp", phase, what, n, size, lo.tp)
-    for layer in layers:
-        if layer == -1 and lo.tp > 1:
-            what = "reduce_scatter" if lo.sp else "all_reduce"
-            out.append(ends("forward", what, 1, T * h * e))
-        elif layer == model.layers and lo.tp > 1:  # three numbers a token, and the head's gradient
-            out.append(ends("forward", "all_reduce", 3, T * 4))
-            out.append(ends("backward", "reduce_scatter" if lo.sp else "all_reduce", 1, T * h * e))
-            out += [ends(x, "all_gather", 1, T * h * e) for x in ("forward", "backward") if lo.sp]
-        elif 0 <= layer < model.layers:
-            out += tp_layer_traffic(T, h, lo.tp, e, lo.sp, lo.gather == "again", lo.recompute)
-            sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
-            out += cp_traffic(lo.cp_variant, *sizes, regather=lo.gather == "again")
-            if model.is_moe(layer):
-                rows = T // names["u"], model.top_k
-                out += ep_traffic(*rows, h, lo.ep, e, recompute=lo.recompute)
-    out = [replace(x, count=x.count * lo.m) for x in out]
-    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, names["u"])
+    T, u, h, e, again = names["T"], names["u"], model.hidden, lo.itemsize, lo.gather == "again"
+    out = _end_traffic(model, lo, layers, T * h * e, T)
+    for layer in (x for x in layers if 0 <= x < model.layers):
+        moe = model.is_moe(layer)
+        shape = e, lo.sp, again, lo.recompute, 1 if moe and not model.shared_ffn else 2, not moe
+        out += tp_layer_traffic(T, h, lo.tp, *shape)
+        sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
+        out += cp_traffic(lo.cp_variant, *sizes, regather=again)
+        if moe:
+            shape = e, True, again, lo.recompute, 1, False
+            out += tp_layer_traffic(T // u * lo.etp, h, lo.etp, *shape)
+            out += ep_traffic(T // u * lo.etp, model.top_k, h, lo.ep, e, recompute=lo.recompute)
+    out = [replace(x, count=x.count * lo.m) for x in out] + _copies_traffic(model, lo, layers)
+    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u)
     parts = local_parameters(model, lo, layers)
     for group in "dense", "expert":
         everyone = lo.expert_replicas if group == "expert" else lo.dp * lo.cp

@@ -856,6 +856,8 @@ def test_tensor_parallel_calls_of_a_layer():
     redo = mm.tp_layer_traffic(8192, 8192, 8, recompute="full")
     assert mm.sent(redo) == 1.25 * mm.sent(plain)  # one of two repeats: the last is not needed
     assert mm.tp_layer_traffic(8192, 8192, 1) == []
+    experts = mm.tp_layer_traffic(8192, 8192, 8, recompute="full", pairs=1, last=False)
+    assert [x.count for x in experts] == [1, 1, 1]
 
 
 SP = ("all_gather", "reduce_scatter")
@@ -916,9 +918,12 @@ def test_a_whole_step_is_its_parts():
     model = replace(MIXTRAL, layers=4)
     layout = Layout(tp=2, pp=2, cp=2, dp=4, ep=4, m=4, seq=64, sp=True, zero=1)
     found = by(mm.traffic(model, layout, 1), "axis")
-    tokens = 64 // 2
-    layer = mm.sent(mm.tp_layer_traffic(tokens, 64, 2, sp=True))
-    assert found["tp",] == 4 * (2 * layer + 2 * 3 * 4 * tokens / 2 + 3 * 2 * tokens * 64 / 2)
+    tokens, half = 64 // 2, 64 // 2 * 64 * 2 / 2
+    layer = (
+        5 * half
+    )  # routed experts stand outside the pairs: attention's alone, and its input again
+    head, loss, copies = 3 * half, 3 * 4 * tokens, 2 * 2 * (2 * (2 * 64 + 4 * 64) + 64) / 2
+    assert found["tp",] == 4 * (2 * layer + head + loss) + copies
     assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4))
     assert found["cp",] == 4 * 2 * mm.sent(mm.cp_traffic("ring", 64, 4, 1, 8, 2))
     assert found["pp",] == mm.sent(mm.pp_traffic(tokens, 64, 2, 4, share=2))
@@ -928,6 +933,25 @@ def test_a_whole_step_is_its_parts():
     assert found["dp",] == mm.sent(mm.zero_traffic(dense, 8, 1)) + mm.sent(
         mm.zero_traffic(expert, 4, 1)
     )
+
+
+@pytest.mark.parametrize(
+    "n, sp, gather", [(2, 0, "again"), (2, 1, "again"), (2, 1, "keep"), (4, 1, "keep")]
+)
+def test_tensor_parallel_bytes_of_a_step_by_chapter_03s_count(n, sp, gather):
+    """Blocks, embedding, head: 8 halves a layer and 4; regathered, 2 more a layer and 1. Then the
+    loss, three numbers a token; under sp norms; and key/value heads that have copies."""
+    L, T, D, d, K = 4, 64, 64, 8, 2
+    layout = Layout(tp=n, sp=bool(sp), gather=gather, batch=2, seq=32, recipe="fp32")
+    halves = 2 * (4 * L + 2) + (2 * L + 1) * (sp and gather == "again")
+    copies = 2 * D * (2 * L + 1) * sp + 2 * L * 2 * K * d * D * (K < n)
+    expected = 4 * (n - 1) / n * (halves * T * D + 2 * 3 * T + copies)
+    model = replace(LLAMA, layers=L)
+    assert mm.sent(mm.traffic(model, layout)) == pytest.approx(expected)
+    normed = (
+        expected + 4 * (n - 1) / n * 2 * L * 2 * d
+    )  # each rank's heads met the norms of q and k
+    assert mm.sent(mm.traffic(replace(model, qk_norm=True), layout)) == pytest.approx(normed)
 
 
 def test_times_name_the_slower_tier_and_count_the_steps():
