@@ -157,22 +157,30 @@ def loss_share(logits_BtV, labels_Bt, valid):
 # ── the layouts: which tokens a rank owns, and what they see of another rank's ───────────────
 
 
-def _owned(S, n, r, layout, inner=1):
-    """The positions of rank r of n, ascending, after padding S to what the layout divides."""
+def _owned(S, n, layout, inner=1):
+    """Positions by rank, (n, t), ascending in each, after padding S to what the layout divides."""
     parts = (2 * n if layout == "zigzag" else n) * inner
     whole = torch.arange(-(-S // parts) * parts)
     if layout == "contiguous":
-        return rearrange(whole, "(n t) -> n t", n=n)[r]
+        return rearrange(whole, "(n t) -> n t", n=n)
     if layout == "striped":
-        return rearrange(whole, "(t n) -> n t", n=n)[r]
+        return rearrange(whole, "(t n) -> n t", n=n)
     if layout == "zigzag":
         # Q6.1 * A late token sees more than an early one. Which two of 2n chunks make all equal?
         #        hint: pair the chunk that sees least with the one that sees most
         chunks = rearrange(whole, "(c t) -> c t", c=2 * n)
-        early, late = chunks[r], chunks[2 * n - 1 - r]
-        return torch.cat([early, late])
+        early, late = chunks[:n], chunks[n:].flip(0)
+        return torch.cat([early, late], dim=1)
         # /Q6.1
     raise ValueError(f"layout {layout!r}: use contiguous, zigzag or striped")
+
+
+def _owned_exactly(t, n, layout):
+    """Positions by rank where each holds t tokens already."""
+    owned_nt = _owned(n * t, n, layout)
+    if owned_nt.shape[1] != t:
+        raise ValueError(f"{t} tokens a rank: zigzag needs an even number, to which shard() pads")
+    return owned_nt
 
 
 def positions(S, group, layout="zigzag", inner=1):
@@ -180,7 +188,7 @@ def positions(S, group, layout="zigzag", inner=1):
     padding: n·t is S rounded up to a multiple of n, or of 2n under zigzag, times `inner`, the
     ranks that will split a part once more (sequence parallelism, Ulysses inside a ring).
     Raises ValueError at a layout that is not contiguous, zigzag or striped."""
-    return _owned(S, dist.get_world_size(group), dist.get_rank(group), layout, inner)
+    return _owned(S, dist.get_world_size(group), layout, inner)[dist.get_rank(group)]
 
 
 def shard(x_BS, group, layout="zigzag", fill=0, inner=1):
@@ -198,12 +206,12 @@ def unshard(x_Bt, S, group, layout="zigzag"):
     parts = x_tB.new_empty(n * len(x_tB), *x_tB.shape[1:])
     # all_gather over cp, B·t from each: every rank now holds the sequence, rank after rank
     dist.all_gather_single(parts, x_tB, group=group)
-    order = torch.cat([_owned(len(parts), n, rank, layout) for rank in range(n)])
+    order = _owned_exactly(len(x_tB), n, layout).flatten()
     return parts[order.argsort().to(x_Bt.device)][:S].transpose(0, 1)
 
 
-# Of a block, the rows and columns worth computing; whether row i sees columns up to i, or all; or
-# a mask (B, 1, rows, columns), True where seen.
+# The rows and columns of a block that are worth computing; whether row i of them sees columns up
+# to i, or all; or a mask (B, 1, rows, columns), True where seen.
 Sight = namedtuple("Sight", "rows columns causal mask")
 
 
@@ -227,7 +235,7 @@ class _Ring:
         Positions ascend in every layout, so the queries that see any key are the last ones, and
         the keys that are seen are the first. Cut to those, a block is all seen or a staircase.
         """
-        mine, theirs = (_owned(self.n * t, self.n, rank, self.layout) for rank in (self.r, j))
+        mine, theirs = _owned_exactly(t, self.n, self.layout)[[self.r, j]]
         rows = slice(int((mine < theirs[0]).sum()), t)
         columns = slice(0, int((theirs <= mine[-1]).sum()))
         mine, theirs = mine[rows], theirs[columns]
@@ -481,9 +489,9 @@ def ring_attention(q, k, v, group, layout="zigzag", documents=None):
 def _trade(x, group, layout, heads_to_tokens):
     """One all-to-all: from some tokens of all heads, (B, t, H, d), to all tokens of some heads,
     (B, S, h, d) in the order of positions; or back."""
-    n, tokens = dist.get_world_size(group), x.shape[1]
-    S = n * tokens if heads_to_tokens else tokens
-    order = torch.cat([_owned(S, n, rank, layout) for rank in range(n)]).to(x.device)
+    n = dist.get_world_size(group)
+    t = x.shape[1] if heads_to_tokens else x.shape[1] // n
+    order = _owned_exactly(t, n, layout).flatten().to(x.device)
     # Q6.6 ** Each rank has a part of every head, and wants all of a part of them. What goes where?
     #         hint: the first dimension of what is sent says to whom, of what came, from whom
     if heads_to_tokens:
@@ -723,16 +731,17 @@ def wrong_rows(group, device):
     case = Case(S, H, K, device)
     with patch.dict(here, _sum_on_the_way=stop_short):
         (_, _, dk, _), *_ = case.run(attend, cut)
-    mine, of_next = (case.expected[2][:, _owned(S, n, rank % n, "zigzag")] for rank in (r, r + 1))
+    owned_nt = _owned(S, n, "zigzag")
+    mine, of_next = (case.expected[2][:, owned_nt[rank % n]] for rank in (r, r + 1))
     error, predicted = relative_error(dk, mine), relative_error(of_next, mine)
     rows += [Row("dk, dv one hop short", error, wrong=predicted)]
 
     (q, k, v), whole = (x.detach() for x in case.qkv), torch.arange(S)
     offset = torch.arange(S // n) + r * (S // n)
     out = attend(*(rotate(cut(x), offset) for x in (q, k)), cut(v))
-    order = torch.cat([_owned(S, n, rank, "zigzag") for rank in range(n)])
+    at_offset = owned_nt.flatten().argsort()
     right, wrong = (
-        cut(causal_attention(rotate(q, at), rotate(k, at), v)) for at in (whole, order.argsort())
+        cut(causal_attention(rotate(q, at), rotate(k, at), v)) for at in (whole, at_offset)
     )
     error = relative_error(out, right)
     rows += [Row("rotary offset by rank", error, wrong=relative_error(wrong, right))]
@@ -748,7 +757,7 @@ def wrong_rows(group, device):
 def work(S, n, layout):
     """Pairs of query and key that a ring of n computes, (n ranks, n steps), by the same `sight`
     that attention asks."""
-    pairs, t = torch.zeros(n, n, dtype=torch.long), len(_owned(S, n, 0, layout))
+    pairs, t = torch.zeros(n, n, dtype=torch.long), _owned(S, n, layout).shape[1]
     for r in range(n):
         ring = _Ring(n, r, layout=layout)
         for step in range(n):

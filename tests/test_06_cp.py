@@ -262,7 +262,7 @@ def test_zigzag_is_the_order_of_torchs_own_load_balancer(S, n):
     )
 
     theirs = _HeadTailLoadBalancer(S, n, CPU)._generate_indices().flatten().tolist()
-    assert torch.cat([cp._owned(S, n, r, "zigzag") for r in range(n)]).tolist() == theirs
+    assert cp._owned(S, n, "zigzag").flatten().tolist() == theirs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -270,7 +270,7 @@ def test_what_a_rank_sees_of_each_block_is_the_causal_mask_cut_to_what_is_visibl
     """By brute force over every pair of ranks, to 5 ranks, with and without documents."""
     for n in range(1, 6):
         for S in (2 * n, 6 * n):
-            owned = [cp._owned(S, n, r, layout) for r in range(n)]
+            owned = cp._owned(S, n, layout)
             for documents in (None, torch.arange(S)[None] // 3):
                 for r, j in ((r, j) for r in range(n) for j in range(n)):
                     wanted = owned[r][:, None] >= owned[j]
@@ -312,6 +312,13 @@ def test_a_part_that_is_split_again_is_padded_at_the_end_of_the_sequence_only():
     (a, b, c), (d, e, f) = on_ranks(2, step)
     assert sorted(a + d) == sorted(c + f) == list(range(12)) and sorted(b + e) == list(range(12))
     assert b == [0, 1, 2, 9, 10, 11]
+
+
+def test_zigzag_of_an_odd_number_of_tokens_a_rank_is_refused():
+    """Such a part is not of `shard`'s making, and where its tokens stand is anybody's guess."""
+    for attend in (cp.ring_attention, cp.all_gather_attention, cp.ulysses_attention):
+        with pytest.raises(RankFailed, match="5 tokens a rank: zigzag needs an even number"):
+            on_ranks(2, lambda: attend(*draw(5, 2, 2)[:3], world(), "zigzag"))
 
 
 def test_an_unknown_layout_is_refused_by_name():
