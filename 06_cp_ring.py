@@ -13,17 +13,17 @@ tokens, and of those only keys and values: they go round, or to everyone, or hea
     Ulysses        2(n-1)/n t·(H+K)·d  the same                        2 t·K·d
     Ulysses×ring   both, over u and n/u ranks                          2 t·K·d
 
-Ulysses sends less than a ring forward if n > H/K + 1, needs n to divide H, and K counts as the
-least common multiple of K and n. Parameters see S/n tokens: their gradients are summed over cp.
+Ulysses sends less forward than a ring if n > H/K + 1; n must divide H, and K counts there as the
+least common multiple of K and n. Each rank sees S/n tokens: gradients of parameters are summed.
 
     python 06_cp_ring.py                          four ranks on this machine
     torchrun --nproc-per-node 4 06_cp_ring.py     the same, started by torchrun
 
 Guide: SP/CP · Context parallelism · DeepSpeed-Ulysses · When should I add CP · very long context.
-What does not hold: Llama 3 405B trained with CP=1 at 8K and CP=16 at 131K, never CP=2, and with an
-all-gather of K and V, not a ring (arXiv:2407.21783, section 3.3.2, table 4). A "contiguous chunk"
-leaves ranks idle: 4/7 of the work at 4. KV traffic per rank is (n-1)/n of the sequence: 1.5 times
-from 2 to 4 ranks, not linear in CP.
+What does not hold: Llama 3 405B trained with CP=1 at 8K and CP=16 at 131K, not CP=2, and gathered
+K and V, no ring (arXiv:2407.21783, section 3.3.2 and table 4). A "contiguous chunk" a rank keeps 4
+ranks busy 4/7 of the time. KV traffic is not linear in CP: a rank gets (n-1)/n of all keys and
+values, from 2 to 4 ranks 1.5 times as much.
 
 Questions  Q6.1 * who owns which chunk?        Q6.2 ** how do two blocks become one?
            Q6.3 ** post, compute, wait?        Q6.4 ** what does backward recompute?
@@ -243,7 +243,10 @@ class _Ring:
             return None
         if self.documents_BS is None:
             return Sight(rows, columns, bool(mine[0] < theirs[-1]), None)
-        documents = F.pad(self.documents_BS, (0, self.n * t - self.documents_BS.shape[1]), value=-1)
+        padding = self.n * t - self.documents_BS.shape[1]
+        if padding < 0:
+            raise ValueError(f"documents of {self.n * t - padding} tokens, for {self.n * t} tokens")
+        documents = F.pad(self.documents_BS, (0, padding), value=-1)
         of_query, of_key = documents[:, mine, None], documents[:, None, theirs]
         causal = (mine[:, None] >= theirs).to(documents.device)
         mask = causal & (of_query == of_key) & (of_query >= 0)
@@ -480,7 +483,8 @@ def ring_attention(q, k, v, group, layout="zigzag", documents=None):
     Args: q (B, t, H, d), k, v (B, t, K, d), this rank's tokens by `shard(..., group, layout)`,
     equally many on every rank; K divides H. documents (B, S): the document of each token of the
     *whole* sequence, the same on all ranks; a token sees its own alone, one of -1 sees nothing
-    and gets 0. Returns (B, t, H, d). Sums in fp32 or wider. Raises ValueError at no such layout.
+    and gets 0; a block's scores then stand in memory, (B, H, t, t). Returns (B, t, H, d). Sums in
+    fp32 or wider. Raises ValueError at a layout that is none, or that `shard` did not make.
     Source: Liu et al., arXiv:2310.01889; striped: Brandon et al., arXiv:2311.09431.
     """
     return _RingAttention.apply(q, k, v, _Ring.of(group, layout, documents))
@@ -721,8 +725,8 @@ def wrong_rows(group, device):
     case = Case(S, H, K, device, logit=1e4)
     with patch.dict(here, merge=merge_unshifted):
         (out, *_), *_ = case.run(attend, cut)
-    right = case.expected[0]
-    lost = relative_error(cut(right * (torch.arange(S) < S // 2)[:, None, None]), cut(right))
+    right, early = case.expected[0], (torch.arange(S, device=device) < S // 2)[:, None, None]
+    lost = relative_error(cut(right * early), cut(right))
     error = relative_error(out.nan_to_num(), cut(right))
     rows = [Row("merge without maximum, NaN as 0", error, wrong=lost)]
     if n == 1:

@@ -321,6 +321,12 @@ def test_zigzag_of_an_odd_number_of_tokens_a_rank_is_refused():
             on_ranks(2, lambda: attend(*draw(5, 2, 2)[:3], world(), "zigzag"))
 
 
+def test_documents_of_another_length_are_refused():
+    documents = torch.zeros(2, 13, dtype=torch.long)
+    with pytest.raises(RankFailed, match="documents of 13 tokens, for 12 tokens"):
+        on_ranks(2, lambda: cp.ring_attention(*draw(6, 2, 2)[:3], world(), documents=documents))
+
+
 def test_an_unknown_layout_is_refused_by_name():
     with pytest.raises(RankFailed, match="layout 'spiral': use contiguous, zigzag or striped"):
         on_ranks(1, lambda: cp.positions(8, world(), "spiral"))
