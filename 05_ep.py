@@ -184,8 +184,9 @@ class Router(nn.Module):
         sequence_group: those that hold parts of the same sequences, cp (x tp); None: no others.
         microbatches: auxiliary losses are per micro-batch, and a step's is the mean over them.
 
-    `bias_E` takes part in the choice only, and learns by `update_bias`. Raises ValueError where
-    E, k and the limit do not fit, or where gates could not learn.
+    `bias_E` takes part in the choice only, and learns by `update_bias`. (Were experts to choose
+    tokens, the load would be even, but a token's experts would depend on the tokens after it.)
+    Raises ValueError where E, k and the limit do not fit, or where gates could not learn.
     Sources: Shazeer et al., arXiv:1701.06538; Fedus et al. (Switch), arXiv:2101.03961, section 2.2;
     Zoph et al. (z-loss), arXiv:2202.08906; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -228,7 +229,7 @@ class Router(nn.Module):
         self.count_in_backward(gates_Nk, chosen_Nk, expert_Nk)
         aux = None
         if self.balance or self.z:
-            aux = self.auxiliary_loss(logits_NE, scores_NE, chosen_Nk, len(x_BSD))
+            aux = self.auxiliary_loss(logits_NE, scores_NE, chosen_Nk, x_BSD.shape)
         return Routing(expert_Nk, gates_Nk * self.scale, aux)
 
     def choose(self, scores_NE):
@@ -245,30 +246,29 @@ class Router(nn.Module):
         return top(biased_NE, self.k)
         # /Q5.1
 
-    def auxiliary_loss(self, logits_NE, scores_NE, chosen_Nk, B):
+    def auxiliary_loss(self, logits_NE, scores_NE, chosen_Nk, shape):
         """This rank's part of the auxiliary losses: parts of all ranks add up to the whole.
 
         Balance is E · Σ_i f_i · P_i per segment (the micro-batch, or each sequence): f_i the share
         of choices that fell on expert i, P_i the mean of its normalised scores: 1 if all are equal,
         whatever k.
         """
-        G = B if self.scope == "sequence" else 1
-        one_hot_NE = nnf.one_hot(chosen_Nk, self.E).sum(1)
-        counts_GE = one_hot_NE.view(G, len(one_hot_NE) // max(G, 1), self.E).sum(1)
-        share_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-        share_GE = share_NE.view(G, len(one_hot_NE) // max(G, 1), self.E).sum(1)
+        sequences, whole = self.scope == "sequence", (*shape[:2], self.E)
+        by_segment = lambda t_NE: t_NE.view(whole).sum(1) if sequences else t_NE.sum(0)[None]
+        counts_GE = by_segment(nnf.one_hot(chosen_Nk, self.E).sum(1))
+        share_GE = by_segment(scores_NE / scores_NE.sum(-1, keepdim=True))
         # Q5.2 *** f · P is a product of means over all ranks. What has to be summed before it?
         #          hint: counts have no gradient; P has, and each rank can keep its own part of it
-        among = self.sequence_group if self.scope == "sequence" else self.group
+        among = self.sequence_group if sequences else self.group
         if among is not None:
             # all_reduce(SUM) over dp x cp (or cp), G·E integers: counts of the whole segments
             dist.all_reduce(counts_GE, group=among)
         # /Q5.2
         tokens_G1 = counts_GE.sum(-1, keepdim=True).clamp(min=1) / self.k
-        size = lambda group: 1 if group is None else dist.get_world_size(group)
-        copies = size(self.group) // size(among)  # ranks that hold other segments
-        balance = self.E * (counts_GE * share_GE / (self.k * tokens_G1**2)).sum() / (G * copies)
-        z = logits_NE.logsumexp(-1).square().sum() / (tokens_G1.sum() * copies)
+        others = size(self.group) // size(among)  # times as many segments, on other ranks
+        balance_G = self.E * (counts_GE * share_GE / (self.k * tokens_G1**2)).sum(-1)
+        balance = balance_G.mean() / others
+        z = logits_NE.logsumexp(-1).square().sum() / (tokens_G1.sum() * others)
         return (self.balance * balance + self.z * z) / self.microbatches
 
     def count_in_backward(self, gates_Nk, chosen_Nk, expert_Nk):
@@ -301,6 +301,11 @@ class Router(nn.Module):
         step_E = rate * (chosen_E.sum() - self.E * chosen_E).sign().to(self.bias_E.dtype)
         self.bias_E += step_E - step_E.mean()
         return load_2E
+
+
+def size(group):
+    """Ranks of a group; None stands for this rank alone."""
+    return 1 if group is None else dist.get_world_size(group)
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -393,7 +398,7 @@ def make_plan(expert_Nk, e, group):
 
     The lengths of messages have to be known on the host: this waits for the device, twice.
     """
-    n = dist.get_world_size(group) if group else 1
+    n = size(group)
     counts_E = expert_Nk.flatten().bincount(minlength=n * e + 1)[: n * e]
     # how many rows will come for each expert here: e integers from each rank
     arriving_E = _exchange(counts_E, [e] * n, [e] * n, group)
@@ -423,8 +428,8 @@ def combine(rows_RD, gates_Nk, plan):
     nowhere adds nothing. Summed in the wider dtype, in the order of choices: no atomics."""
     back_RD = torch.empty_like(rows_RD).index_copy(0, plan.regroup, rows_RD)
     rows = _AllToAll.apply(back_RD, plan.received, plan.sent, plan.group)
-    each_NkD = rows.new_zeros(gates_Nk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
-    return (gates_Nk[..., None] * each_NkD.view(*plan.shape, -1)).sum(1)
+    each_PD = rows.new_zeros(gates_Nk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
+    return (gates_Nk[..., None] * each_PD.unflatten(0, plan.shape)).sum(1)
 
 
 def one_hop(x_ND, gates_Nk, expert_Nk, experts, group, later=None):
@@ -442,19 +447,19 @@ def two_hops(x_ND, gates_Nk, expert_Nk, experts, group, later=None, nodes=None):
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.2.
     """
     inside, across = nodes
-    per_node = len(experts.down) * dist.get_world_size(inside)
+    per_node = len(experts.down) * size(inside)
     # Q5.5 *** Of a token's k choices, which name a node that an earlier one has named already?
     #          hint: compare all pairs of choices, and look below the diagonal
     node_Nk = expert_Nk.div(per_node, rounding_mode="floor")
     named_Nk = (node_Nk[:, :, None] == node_Nk[:, None, :]).tril(-1).any(-1)
-    node_Nk = node_Nk.masked_fill(named_Nk, dist.get_world_size(across))
+    node_Nk = node_Nk.masked_fill(named_Nk, size(across))
     # /Q5.5
     return _by_way_of(node_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, later)
 
 
 def gather_tokens(x_ND, gates_Nk, expert_Nk, experts, group, later=None):
     """The naive way: each rank gets every token, and works on those that chose its experts."""
-    n = dist.get_world_size(group)
+    n = size(group)
     all_Nn = torch.arange(n, device=x_ND.device).expand(len(x_ND), n)
     return _by_way_of(all_Nn, group, None, x_ND, gates_Nk, expert_Nk, experts, later)
 
@@ -462,8 +467,7 @@ def gather_tokens(x_ND, gates_Nk, expert_Nk, experts, group, later=None):
 def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, later):
     """Send tokens to stops, ranks of `across`, with their gates and choices; there dispatch to the
     experts `inside`; bring back one row from each stop, already summed over its experts."""
-    n, per_stop = dist.get_world_size(across), len(experts.down)
-    per_stop *= dist.get_world_size(inside) if inside else 1
+    n, per_stop = size(across), len(experts.down) * size(inside)
     plan = make_plan(stop_Nk, 1, across)
     x_RD, gates_Rk, expert_Rk = (dispatch(t, plan) for t in (x_ND, gates_Nk, expert_Nk))
     here_Rk = expert_Rk - per_stop * dist.get_rank(across)
@@ -478,9 +482,9 @@ def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, late
 class MoE(nn.Module):
     """A router, experts that are spread over the ranks of a group, and one that all tokens share.
 
-    Args: router; F, an expert's inner width; group, the ranks that share the experts; shared, the
-    inner width of the shared expert, 0 for none; path, how tokens find their experts: a rung of the
-    ladder; slots, the expert in each of the places for one, where some are held more than once.
+    Args: router; F, an expert's inner width; group, the ranks that share the experts, None for this
+    one alone; shared, the inner width of the shared expert, 0 for none; path, how tokens find their
+    experts: a rung of the ladder; slots, the expert in each place where some are held repeatedly.
 
     (B, S, D) to (B, S, D), no residual: a token whose choices were dropped gives the shared
     expert's output alone. Every rank draws all experts, and keeps its own: the same start on any
@@ -493,14 +497,12 @@ class MoE(nn.Module):
         self.router, self.group, self.path, self.slots = router, group, path, slots
         self.experts = Experts(E, D, F)
         self.shared = Experts(1, D, shared) if shared else None
-        if path is not every_expert:
-            places = slots or list(range(E))
-            n, r = dist.get_world_size(group), dist.get_rank(group)
-            if len(places) % n:
-                fit = [d for d in range(1, len(places) + 1) if len(places) % d == 0]
-                raise ValueError(f"ep {n} does not divide {len(places)} experts: use one of {fit}")
-            e = len(places) // n
-            self.experts.keep(places[r * e : (r + 1) * e])
+        places, n = slots or list(range(E)), size(group)
+        if len(places) % n:
+            fit = [d for d in range(1, len(places) + 1) if len(places) % d == 0]
+            raise ValueError(f"ep {n} does not divide {len(places)} experts: use one of {fit}")
+        e, r = len(places) // n, 0 if group is None else dist.get_rank(group)
+        self.experts.keep(places[r * e : (r + 1) * e])
 
     def forward(self, x_BSD, later=None):
         x_ND, (expert_Nk, gates_Nk, aux) = x_BSD.flatten(0, 1), self.router(x_BSD, later)
@@ -612,20 +614,19 @@ def bytes_sent(path, expert_PNk, e, D, groups):
 
 
 # What `check` saw on this rank: relative errors by name; (measured, formula) in bytes, and what of
-# them crosses between nodes; whom each rank's tokens chose; the layer and its twin.
-Found = namedtuple("Found", "errors sent held across expert_PNk moe twin")
+# them has to cross between nodes; calls; whom each rank's tokens chose; the layer and its twin.
+Found = namedtuple("Found", "errors sent held across events expert_PNk moe twin")
 
 
 def twins(path, groups, device, bias=(), E=8, k=2, D=16, F=12, slots=None, parts=None, **routing):
     """A layer and its twin, in float64, from one seed. bias: added to the scores of the first
     experts, so that they are chosen; parts: tokens of each rank."""
     made = []
-    for where, options in ((every_expert, {}), (path, {"group": groups.world})):
+    for world, *how in ((None, None, 8, every_expert), (groups.world, groups.ep, 8, path, slots)):
         torch.manual_seed(0)
-        router = Router(D, E, k, **routing, **options)
+        router = Router(D, E, k, group=world, **routing)
         router.bias_E[: len(bias)] = torch.tensor(bias)
-        held = slots if options else None
-        made.append(MoE(router, F, groups.ep, 8, where, held).double().to(device))
+        made.append(MoE(router, F, *how).double().to(device))
     made[0].router.parts = parts
     return made
 
@@ -679,7 +680,7 @@ def check(groups, path, device, averaged=False, S=6, slots=None, **layer):
     measured = sum(ledger.sent.values()), held_by(moe.experts)
     return Found(
         errors, (measured[0], sum(sent) + counts), (measured[1], 4 * 8 * e * 3 * D * F),
-        sent[1], expert_PNk, moe, twin,
+        sent[1], ledger.events, expert_PNk, moe, twin,
     )  # fmt: skip
 
 
@@ -728,7 +729,7 @@ def proof(groups, part, device):
     hop2 = partial(two_hops, nodes=(groups.inside, groups.across))
     nodes, k1 = dist.get_world_size(groups.across), dict(k=1, renormalize=False)
     v3 = dict(k=4, score="sigmoid", limit=(4, 2), scale=2.5, balance=0.1, scope="sequence")
-    copies = [0, 1, 2, 3, 4, 5, 6, 7] + [0] * 8  # a hot expert in every second place
+    copies = [*range(8), *[0] * 8]  # expert 0 is hot: it has the second half of the places too
     ladder = {
         f"gather_tokens, ep {n}": (groups, gather_tokens, {}),
         f"one_hop, ep {n}": (groups, one_hop, {}),
@@ -756,10 +757,10 @@ def proof(groups, part, device):
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
-BALANCE = {  # how: what the router is given, and the rate of its bias
+BALANCE = {  # how: what the router is given beside it, and the rate of its bias
     "none": ({}, 0),
     "aux": ({"balance": 0.02}, 0),
-    "bias": ({"score": "sigmoid"}, 0.02),
+    "bias": ({}, 0.02),
     "capacity": ({"factor": 1.25}, 0),
 }
 
@@ -783,16 +784,17 @@ class LanguageModel(nn.Module):
 def fit(args, groups, device, how):
     """Train one model on text; yields each step's loss, in nats per byte, and load (2, E) or None.
 
-    how: a key of BALANCE, for 8 experts of which a token chooses 2; or "dense", one network as
-    wide as those two and the shared expert.
+    how: a key of BALANCE, for 8 experts of which a token chooses one, beside a shared one; or
+    "dense": one network as wide as those two.
     """
     n, r = dist.get_world_size(), dist.get_rank()
     text, (options, rate), D, F = read_text(args.text, 0), BALANCE.get(how, ({}, 0)), 64, 64
     torch.manual_seed(0)
     if how == "dense":
-        layer = Experts(1, D, 3 * F)
+        layer = Experts(1, D, 2 * F)
     else:
-        layer = MoE(Router(D, 8, 2, group=groups.world, **options), F, groups.ep, shared=F)
+        router = Router(D, 8, 1, renormalize=False, group=groups.world, **options)
+        layer = MoE(router, F, groups.ep, shared=F)
     model = LanguageModel(layer, D).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     for step in range(args.steps):
@@ -820,8 +822,8 @@ def peaks(load_2E, n):
 def train(args, groups, device):
     """Train 8 experts, and beside them a dense model of as many active parameters."""
     text, n = read_text(args.text, 0), dist.get_world_size()
-    say(f"\n8 experts on {n} ranks, of which a token chooses 2 beside a shared one, balanced by "
-        f"{args.balance};\nbeside it a dense layer as wide as those 3. "
+    say(f"\n8 experts on {n} ranks, of which a token chooses one beside a shared one; balance by "
+        f"{args.balance}.\nThe dense layer is as wide as those two. "
         f"Unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
     say("step   loss   dense   busiest expert / mean   slowest rank / mean   dropped")
     both = zip(fit(args, groups, device, args.balance), fit(args, groups, device, "dense"))
@@ -832,7 +834,7 @@ def train(args, groups, device):
 
 
 def plot(args, groups, device):
-    """Draw the busiest expert's load over time for each way to balance, and the losses."""
+    """Draw, for each way to balance, the busiest expert's load over time, and the loss."""
     runs = {how: list(fit(args, groups, device, how)) for how in BALANCE}
     if dist.get_rank():
         return
@@ -842,21 +844,24 @@ def plot(args, groups, device):
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    styles = zip(("-", "--", "-", ":"), ("0.55", "#b5541c", "#0b3c5d", "k"), (1.2, 1.8, 2.2, 2.0))
+    styles = zip(("-", "--", "-", ":"), ("0.55", "#b5541c", "#0b3c5d", "k"), (1.4, 1.8, 2.2, 2.2))
+    smooth = lambda series: torch.tensor(series).unfold(0, 10, 1).mean(1)
+    losses = {how: smooth([loss for loss, _ in run]) for how, run in runs.items()}
     for (how, run), (line, color, width) in zip(runs.items(), styles):
         given = dict(linestyle=line, color=color, linewidth=width)
-        smooth = lambda y: torch.tensor(y).unfold(0, 10, 1).mean(1)
-        found = [peaks(load, dist.get_world_size()) for _, load in run]
-        expert, dropped = smooth([p[0] for p in found]), sum(p[2] for p in found) / len(found)
-        label = f"{how}{f', {dropped:.0%} dropped' if dropped else ''}: at the end {expert[-1]:.2f}"
-        left.plot(range(9, len(run)), expert, label=label, **given)
-        right.plot(range(9, len(run)), smooth([loss for loss, _ in run]), label=how, **given)
-        print(f"{how:9} busiest expert / mean, last 10 steps: {expert[-1]:.2f}")
-    left.set_title("busiest expert's tokens / mean (mean of 10 steps)", loc="left", fontsize=10)
-    right.set_title("loss, nats per byte", loc="left", fontsize=10)
-    left.legend(fontsize=9)
+        experts, ranks, dropped = zip(*(peaks(load, dist.get_world_size()) for _, load in run))
+        dropped, steps = sum(dropped) / len(run), range(9, len(run))
+        note = f" ({dropped:.0%} of choices dropped)" if dropped else ""
+        left.plot(steps, smooth(experts), label=how + note, **given)
+        right.plot(steps, losses[how] - losses["none"], **given)
+        print(f"{how:9} last 10 steps: busiest expert {smooth(experts)[-1]:.2f} of the mean, "
+              f"slowest rank {smooth(ranks)[-1]:.2f}, loss {losses[how][-1]:.3f}")  # fmt: skip
+    left.set_title("tokens of the busiest expert / mean", loc="left", fontsize=10)
+    right.set_title("loss, less that of none, nats per byte", loc="left", fontsize=10)
+    left.set_ylim(bottom=1)
+    left.legend(fontsize=9, frameon=False)
     for axis in (left, right):
-        axis.set_xlabel("step")
+        axis.set_xlabel("step (mean of 10)")
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(args.plot, dpi=110)
     print(f"drew {args.plot}")
@@ -872,7 +877,7 @@ def main(args, device):
     broken = prove(list(proof(groups, part, device)), device)
     hop2 = partial(two_hops, nodes=(groups.inside, groups.across))
     one, two = (check(groups, path, device, k=4).across for path in (one_hop, hop2))
-    say(f"\nk 4, between the two nodes: {one:,.0f} bytes in one hop, {two:,.0f} in two")
+    say(f"\nk 4, to other nodes: {one:,.0f} bytes in one hop, {two:,.0f} in two")
     if args.plot:
         plot(args, groups, device)
     elif args.steps:
@@ -1075,7 +1080,7 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=100)
+    parser = arguments(__doc__, ranks=4, steps=80)
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--balance", choices=BALANCE, default="bias", help="what evens the load")
     parser.add_argument("--plot", metavar="FILE", help="draw each way to balance; try --steps 300")
