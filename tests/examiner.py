@@ -1,0 +1,216 @@
+"""How an exercise is graded: the tests that its question marks, and what their first failure says.
+
+`run` is a pytest of its own, on one question; `explain` turns what failed into a state and a few
+rows, (label, text), in the terms of the question. workshop.py calls both.
+"""
+
+import faulthandler
+import math
+import operator
+import os
+import re
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+
+import harness
+import pytest
+
+NEEDED = {  # of a comparison: what it asked for, and whether it got it
+    "==": ("", operator.eq), "!=": ("anything but ", operator.ne), "is": ("", operator.is_),
+    "<": ("less than ", operator.lt), "<=": ("at most ", operator.le), "in": ("one of ", None),
+    ">": ("more than ", operator.gt), ">=": ("at least ", operator.ge),
+}  # fmt: skip
+
+
+# ── running the tests of a question ──────────────────────────────────────────────────────────
+
+
+def run(question, chapter, folder, patience, stack):
+    """Run the tests that question marks, on the chapter in a folder; in a process of its own.
+
+    Returns how many passed, and of the first that did not (its name, the kind of its exception,
+    that exception's words, the traceback), or None. Ranks wait for each other `patience` seconds;
+    a test that takes twice that is ended, with the process, and `stack` says where it stood.
+    """
+    for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
+        del sys.modules[module]  # loaded from elsewhere, before the fork
+    harness.on_ranks.__kwdefaults__["timeout"] = patience
+    os.environ["CHAPTERS"] = folder
+    sys.path.insert(0, folder)
+    os.chdir(harness.ROOT)
+    examiner = Examiner(question, patience, stack)
+    tests = map(str, sorted(Path("tests").glob(f"test_{chapter[:2]}_*.py")))
+    options = f"-x -q --tb=native -p no:cacheprovider --rootdir {harness.ROOT} -o addopts="
+    pytest.main([*options.split(), "-m", "not slow", *tests], plugins=[examiner])
+    return examiner.passed, examiner.failure
+
+
+class Examiner:
+    """A pytest plugin that runs the tests of one question and keeps the first failure."""
+
+    def __init__(self, question, patience, stack):
+        self.question, self.patience, self.stack = question, patience, stack
+        self.passed, self.failure = 0, None
+
+    def pytest_collection_modifyitems(self, items):
+        asked = lambda item: [id for mark in item.iter_markers("question") for id in mark.args]
+        items[:] = [item for item in items if self.question in asked(item)]
+
+    def pytest_collectreport(self, report):
+        if report.failed and not self.failure:
+            self.failure = "", "Collection", report.longreprtext, report.longreprtext
+
+    def pytest_runtest_setup(self, item):
+        self.stack.seek(0)
+        self.stack.truncate()
+        self.stack.write(f"{item.name}\n")
+        self.stack.flush()
+        faulthandler.dump_traceback_later(2 * self.patience, exit=True, file=self.stack)
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.when != "setup":
+            faulthandler.cancel_dump_traceback_later()
+        if call.excinfo is None:
+            self.passed += call.when == "call"
+        elif call.excinfo.typename != "Skipped" and not self.failure:
+            trace = "".join(traceback.format_exception(call.excinfo.value))
+            self.failure = item.name, call.excinfo.typename, str(call.excinfo.value), trace
+
+    def pytest_assertrepr_compare(self, op, left, right):
+        words, holds = NEEDED.get(op, (op + " ", None))
+        if holds and holds(left, right) is True:
+            return None  # another part of the assertion failed
+        found, wanted, where = first_difference(left, right) if op == "==" else (left, right, "")
+        of = f", at {where} of {brief(left, 60)}" if where else ""
+        pair = [f"expected: {words}{brief(wanted)}", f"found: {brief(found)}{of}"]
+        return [f"{brief(left)} {op} {brief(right)}", *pair, "."]
+
+
+def first_difference(found, expected, where=""):
+    """(found, expected, where) of the first part in which two nested values differ."""
+    places = [
+        list(x if isinstance(x, dict) else range(len(x)) if isinstance(x, list | tuple) else ())
+        for x in (found, expected)
+    ]
+    for key in places[0] if places[0] == places[1] else ():
+        same = found[key] == expected[key]
+        if not (same.all() if hasattr(same, "all") else same):
+            return first_difference(found[key], expected[key], f"{where}[{key!r}]")
+    return found, expected, where
+
+
+def brief(value, room=110):
+    """A value in a line: of a tensor its shape and dtype too."""
+    if hasattr(value, "shape") and hasattr(value, "flatten"):
+        first = ", ".join(f"{x:.6g}" for x in value.flatten()[:6].tolist())
+        more = ", ..." if math.prod(value.shape) > 6 else ""
+        return f"[{first}{more}] of shape {tuple(value.shape)}, {value.dtype}"
+    return cut(repr(value), room)
+
+
+def cut(text, room=160):
+    """A text in a line, without its middle where it is long."""
+    text = " ".join(text.split())
+    return text if len(text) <= room else f"{text[: room * 2 // 3]} ... {text[-room // 4 :]}"
+
+
+# ── from a failure to a few rows ─────────────────────────────────────────────────────────────
+
+
+def explain(failure, attempt):
+    """(state, rows, traceback) of a failure as `run` returned it. The attempt says whose a line is:
+    `file`, `id`, `place`, `is_mine(number)`, `at(number)`, `named(text)`."""
+    test, kind, words, trace = failure
+    rows = [("test", aloud(test))] if test else []
+    rank = re.match(r"rank ([\d, ]+) (raised|died|hung)", words) if kind == "RankFailed" else None
+    if kind == "Hung" or rank and rank[2] == "hung":
+        says, _, stacks = words.partition("\n") if rank else ("and does not return", "", words)
+        rows.append(("hangs", says))
+        for stack in re.split(r"^(?=rank \d+: )", stacks, flags=re.M):
+            rows += standing(stack, attempt)
+        return "hangs", rows, attempt.named(words)
+    text = words if rank else trace
+    state, more = what_failed(text, rank, attempt)
+    return state, rows + more, attempt.named(text)
+
+
+def what_failed(text, rank, attempt):
+    """(state, rows) of a traceback: what was expected, found or raised, and at which line."""
+    who = f", on rank {rank[1]}" if rank else ""
+    numbers = [int(n) for n in re.findall(rf'"{re.escape(attempt.file)}", line (\d+)', text)]
+    mine = [number for number in numbers if attempt.is_mine(number)]
+    line = ("line", attempt.at(mine[-1]) if mine else attempt.place)
+    if rank and rank[2] == "died":
+        return "wrong", [("died", text.partition(": ")[2] + who), line]
+    name, message = last_exception(text)
+    if name == "NotImplementedError" and attempt.id in message:
+        return "not finished", [line]
+    if name in ("AssertionError", "Failed"):
+        return "wrong", [*compared(message, text, who), line]
+    hangs = re.search(r"[Tt]imed? ?out", message)
+    rows = [("hangs" if hangs else "raised", cut(f"{name}: {message}") + who)]
+    if numbers and not mine:
+        rows.append(("in", attempt.at(numbers[-1])))
+    return "hangs" if hangs else "wrong", [*rows, line]
+
+
+def last_exception(text):
+    """(name, message) of the exception that a traceback ends with."""
+    lines = text.splitlines()
+    frame = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    rest = lines[frame + 1 :]
+    at = next((i for i, line in enumerate(rest) if line and not line[0].isspace()), 0)
+    name, _, message = "\n".join(rest[at:]).partition(": ")
+    return name.strip().rpartition(".")[2], message or name
+
+
+def compared(message, text, who):
+    """Rows of a failed assertion: its own words, and two values or else what it demanded."""
+    says, _, but = message.partition("assert ")
+    rows = [("of", cut(says))] if says.strip() else []
+    pair = re.findall(r"^ *(expected|found): (.*)", message, flags=re.M)
+    if equal := re.search(r"where False = <built-in method (?:all)?(?:equal|close).*?>\(", but):
+        found, wanted, *_ = arguments(but[equal.end() :])
+        pair = [("expected", cut(wanted)), ("found", cut(found))]
+    if not pair:
+        demanded = re.findall(r"^    ((?:assert|with) .*)", text, flags=re.M)
+        pair = [("demands", demanded[-1].removeprefix("assert "))] if demanded else []
+        pair += [("found", cut((but or message).splitlines()[0]))]
+    return rows + [(label, value + who * (label == "found")) for label, value in pair]
+
+
+def arguments(call):
+    """The arguments of a call, from the text after its opening bracket."""
+    depth, parts = 0, [""]
+    for letter in call:
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [*parts, "?"]
+
+
+def standing(stack, attempt):
+    """Rows that say where a process stands: in the chapter, and in the learner's lines."""
+    who = re.match(r"rank \d+", stack)
+    who = who[0] if who else "stands"
+    frames = re.findall(rf'"{re.escape(attempt.file)}", line (\d+) in (\w+)', stack)
+    if not frames:
+        other = re.search(r'File "(?:.*/)?([^/"]+)", line (\d+) in (\w+)', stack)
+        return [(who, f"in {other[3]}, {other[1]}:{other[2]}")] if other else []
+    rows = [(who, f"in {frames[0][1]}, {attempt.at(int(frames[0][0]))}")]
+    mine = next((int(n) for n, _ in frames if attempt.is_mine(int(n))), None)
+    if mine and mine != int(frames[0][0]):
+        rows.append(("", f"from {attempt.at(mine)}"))
+    return rows
+
+
+def aloud(test):
+    """The name of a test, read aloud."""
+    name, _, case = test.removeprefix("test_").partition("[")
+    return textwrap.shorten(name.replace("_", " ") + (f", {case[:-1]}" if case else ""), 120)
