@@ -228,8 +228,8 @@ def zb_v(p, m):
 
 def _dual_words(s, h, n):
     """DualPipe's eight phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
-    micro-batches per chunk, 2h or more. At the fold, the first backward needs the forward just
-    before it: those two cannot be one cell."""
+    micro-batches per chunk, 2h or more. At the fold the first F and B stay two cells: fused, the
+    forward would wait for the gradient, and all ranks for the forward."""
     words = "Fa " * (2 * (h - s - 1)) + "Fa Fb " * (s + 1) + "Ib Wb Fb " * (h - s - 1)
     words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - 2 * h + s)
     words += "Bb Fb&Ba " * (h - s - 1)

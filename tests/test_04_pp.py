@@ -580,20 +580,20 @@ def test_an_output_is_freed_once_it_is_sent():
 
 
 class Logged:
-    """A receive whose wait is logged."""
+    """A message whose wait is logged."""
 
-    def __init__(self, log, number, work):
-        self.log, self.number, self.work = log, number, work
+    def __init__(self, log, what, work):
+        self.log, self.what, self.work = log, what, work
 
     def wait(self):
-        self.log.append(("wait", self.number))
+        self.log.append(("wait", self.what))
         self.work.wait()
 
 
-def posted_ahead(name):
-    """How many receives this rank posted, and how many before a computation that came before
-    their wait."""
-    log, run, irecv = [], pp._Worker.run, dist.irecv
+def overlapped(name):
+    """For receives and for sends: how many this rank posted, how many of them before a computation
+    that came before their wait, and how many it had open at once."""
+    log, run, real = [], pp._Worker.run, (dist.irecv, dist.isend)
     model = [pp.Sleeper((0.001,) * 3, stage == 3) for stage in range(4)]
     stages = pp.mine(SCHEDULES[name](4, 8), model, world())
 
@@ -601,23 +601,35 @@ def posted_ahead(name):
         log.append(("run", op))
         return run(self, op)
 
-    def logged_irecv(*args, **kwargs):
-        log.append(("irecv", len(log)))
-        return Logged(log, len(log) - 1, irecv(*args, **kwargs))
+    def logged(what, call):
+        def post(*args, **kwargs):
+            log.append((what, len(log)))
+            return Logged(log, len(log) - 1, call(*args, **kwargs))
 
-    with patch.object(pp._Worker, "run", logged_run), patch.object(dist, "irecv", logged_irecv):
+        return post
+
+    calls = {call.__name__: logged(call.__name__, call) for call in real}
+    with patch.object(pp._Worker, "run", logged_run), patch.multiple(dist, **calls):
         pp.execute(SCHEDULES[name](4, 8), stages, range(8), world())
-    posts = [number for what, number in log if what == "irecv"]
-    between = [log[number : log.index(("wait", number))] for number in posts]
-    return len(posts), sum(any(what == "run" for what, _ in events) for events in between)
+    counts = []
+    for kind in ("irecv", "isend"):
+        posts = [number for what, number in log if what == kind]
+        between = [log[number : log.index(("wait", number))] for number in posts]
+        hidden = sum(any(what == "run" for what, _ in events) for events in between)
+        waits = {log.index(("wait", number)) for number in posts}
+        open_at = [sum(k <= at for k in posts) - sum(k <= at for k in waits) for at in range(len(log))]
+        counts.append((len(posts), hidden, max(open_at)))
+    return counts
 
 
 @question("Q4.6")
 @pytest.mark.parametrize("name, ahead", [("gpipe", [7, 14, 14, 7]), ("1f1b", [4, 4, 4, 0])])
-def test_receives_are_posted_ahead_of_a_computation_that_hides_them(name, ahead):
-    found = on_ranks(4, posted_ahead, name)
-    assert [posted for posted, _ in found] == [8, 16, 16, 8]
-    assert all(early >= least for (_, early), least in zip(found, ahead)), found
+def test_messages_are_posted_ahead_of_a_computation_that_hides_them(name, ahead):
+    received, sent = zip(*on_ranks(4, overlapped, name))
+    assert [posted for posted, *_ in received] == [posted for posted, *_ in sent] == [8, 16, 16, 8]
+    assert all(hidden >= least for (_, hidden, _), least in zip(received, ahead)), received
+    assert all(hidden >= posted - 3 for posted, hidden, _ in sent), sent
+    assert all(most <= 3 for *_, most in received + sent), "a message that is open holds a buffer"
 
 
 def measured(name):
