@@ -1676,14 +1676,14 @@ def run_estimate(
             line = lambda flags, peak, says, *_: f"  {flags:36}{peak / GiB:9,.2f} GiB  {says}"
             notes += [line(*row) for row in remedies(model, lo, hbm * GiB)[:6]]
             flags, peak, says = way_out(model, lo, hbm * GiB)
-            notes += ["and together:", line(" ".join(flags), peak, says)] if flags else []
+            notes += ["and together:", line(" ".join(flags), peak, says)] if len(flags) > 1 else []
     return rows, notes
 
 
 def explained(model, layout, stage):
     """Every line of a rank's budget with its formula; then the tensors that a layer of it keeps."""
     notes = [f"rank {stage.rank} at the {stage.moment}, bytes:"]
-    line = lambda name, size, formula: f"  {name:40}{size:>18,}  = {formula}"
+    line = lambda name, size, formula: f"  {name:44}{size:>16,}  = {formula}"
     for item in stage.moments[stage.moment]:
         notes.append(line(item.name, item.bytes, item.formula.strip(" +")))
     for layer in one_of_each(model, stage.layers):
@@ -1859,13 +1859,8 @@ def run_worksheet(model, layout, hbm: Annotated[float, "GiB of a GPU"] = 80.0):
     return rows, [described(model, lo), f"{top.verdict(hbm * GiB)}, of {hbm:g} GiB"]
 
 
-PLOTS = {
-    "bubbles": plot_bubbles,
-    "memory": plot_memory,
-    "zero": plot_zero,
-    "activations": plot_activations,
-    "traffic": plot_traffic,
-}
+PLOTS = plot_bubbles, plot_memory, plot_zero, plot_activations, plot_traffic
+PLOTS = {plot.__name__.removeprefix("plot_"): plot for plot in PLOTS}
 
 
 def run_plot(
