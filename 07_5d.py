@@ -287,7 +287,7 @@ class Model:
         the same numbers on every rank."""
         micro_batches, grid = self.micro_batches(x_BS, y_BS), self.grid
         losses, _ = pp.execute(self.schedule, self.stages, micro_batches, grid["pp"])
-        if self.args.tied:
+        if self.args.tied or (1, 0) in self.place:
             pp.share_gradients(self.schedule, self.stages, grid["pp"])
         squares = self.optimizer.grad_norm_sq()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -528,7 +528,7 @@ def sent_by_formula(model, x_BS, plans):
         k_copied = 2 * b * s * math.lcm(args.kv_heads // n_tp, n_cp) * d
         forward, backward = {
             "ring": ((n_cp - 1) * kv * e, (n_cp - 1) * kv * e + n_cp * kv * wide * (n_cp > 1)),
-            "all-gather": ((n_cp - 1) * kv * e, (n_cp - 1) * kv * (e + wide)),
+            "all-gather": ((n_cp - 1) * kv * e, (n_cp - 1) * kv * wide),
             "ulysses": (part(n_cp) * (2 * q + k_copied) * e,) * 2,
         }[args.attention]
         sent["cp"] += m * len(stage.blocks) * (forward + backward)
@@ -541,7 +541,9 @@ def sent_by_formula(model, x_BS, plans):
         to, _ = pp.receiver(op, model.place, last)
         sent["pp"] += X / (n_tp if args.sp else 1) * (to is not None and to != grid.at["pp"])
     ends = {model.place[0, 0], model.place[0, last]}
-    if args.tied and len(ends) == 2 and grid.at["pp"] in ends:
+    if (1, 0) in model.place:  # DualPipe: two copies of everything exchange their gradients
+        sent["pp"] += sum(param.nbytes for param in model.named.values())
+    elif args.tied and len(ends) == 2 and grid.at["pp"] in ends:
         sent["pp"] += model.named["embedding.weight"].nbytes
     over = defaultdict(int)
     for name, param in model.named.items():
@@ -608,7 +610,14 @@ def largest_error(found, wanted, model):
     return worst
 
 
-def proof_batch(args, grid, device="cpu"):
+def small(args):
+    """The arguments of the run with a model that float64 proves in seconds."""
+    pieces = 2 * args.cp * args.tp
+    given = {"width": 32, "hidden": 48, "layers": 2 * n_stages(args), "length": 2 * pieces}
+    return argparse.Namespace(**{**vars(args), **given, "precision": "fp64"})
+
+
+def proof_batch(args, grid):
     """A batch of the twin's size, its labels unequally many on every rank."""
     draw = torch.Generator().manual_seed(3)
     B = args.micro_batches * grid.size("dp")
@@ -681,6 +690,7 @@ def held_by_formula(model, twin):
 
 def wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm):
     """The reduction table with one entry changed, and the error that it must show."""
+    args = argparse.Namespace(**{**vars(args), "zero": 0})  # so that every rank has all to compare
     model = Model(args, grid, device)
     square = lambda kind: sum(
         wanted[name].square().sum().item() for name in wanted
@@ -704,7 +714,8 @@ def wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm):
         found = [each for each in local_gradients(model) if each[0] in experts]
         predicted = max(dp.relative_error(summed[n], wanted[n]) for n in experts)
         yield dp.Row("experts summed over dp x cp", largest_error(found, wanted, model), wrong=predicted)
-    if args.tied and grid.size("pp") > 1:
+    ends = [rank for (way, stage), rank in model.place.items() if stage in (0, n_stages(args) - 1)]
+    if args.tied and len(ends) == len(set(ends)) == 2:
         model = Model(args, grid, device)
         shared, pp.share_gradients = pp.share_gradients, lambda *_: None
         model.gradients(*batch)
@@ -770,10 +781,7 @@ def main(args, device):
     for line in grid.lines():
         dp.say(line)
     dp.say()
-    small = argparse.Namespace(**{
-        **vars(args), "precision": "fp64", "width": 32, "hidden": 48, "layers": max(2, n_stages(args)), "length": 4 * args.cp * args.tp,
-    })
-    broken = dp.prove(list(proof(small, grid, device)), device)
+    broken = dp.prove(list(proof(small(args), grid, device)), device)
     if args.steps:
         broken |= train(args, grid, device)
     return broken
@@ -830,8 +838,8 @@ def validate(args, ranks):
         raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
 
 
-def options():
-    """The command line."""
+def options(argv=None):
+    """The command line, parsed."""
     parser = dp.arguments(__doc__, ranks=None, steps=30)
     for axis in ("pp", "dp", "cp", "tp", "ep"):
         parser.add_argument(f"--{axis}", type=int, default=2, help="ranks along this axis")
@@ -854,7 +862,7 @@ def options():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--save", metavar="DIR", help="write checkpoints there")
     parser.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.ranks = args.ranks or args.pp * args.dp * args.cp * args.tp
     return args
 
