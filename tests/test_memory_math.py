@@ -683,7 +683,7 @@ def test_remedies_are_estimates_of_their_own():
 def test_a_way_out_ends_in_a_layout_that_fits():
     model, layout = preset("llama-3-70b"), Layout(tp=8, dp=4, seq=8192)
     flags, peak, says = mm.way_out(model, layout, 80 * GiB)
-    assert says == "fits" and len(flags) > 1 and flags[0] == "--zero 3"
+    assert says == "fits" and flags == ["--zero 3", "--recompute full"]  # and no change more
     for flag in flags:
         name, value = flag.removeprefix("--").split()
         value = int(value) if value.isdigit() else value
@@ -952,6 +952,13 @@ def test_tensor_parallel_bytes_of_a_step_by_chapter_03s_count(n, sp, gather):
         expected + 4 * (n - 1) / n * 2 * L * 2 * d
     )  # each rank's heads met the norms of q and k
     assert mm.sent(mm.traffic(replace(model, qk_norm=True), layout)) == pytest.approx(normed)
+
+
+def test_a_hybrid_step_all_reduces_each_shard_among_its_replicas():
+    model, layout = replace(LLAMA, layers=4), Layout(dp=8, zero=3, shard=2, m=2)
+    calls, n = mm.traffic(model, layout), mm.count_parameters(model)
+    assert mm.sent(calls) == mm.sent(mm.zero_traffic(n, 2, 3, replicas=4, m=2))
+    assert by(calls, "collective")["all_reduce",] == 2 * 3 / 4 * 2 * n / 2
 
 
 def test_times_name_the_slower_tier_and_count_the_steps():
