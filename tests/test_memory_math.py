@@ -559,6 +559,11 @@ def test_experts_are_cut_over_their_own_replicas():
     assert states(hybrid)["fp32 master"] == 4 * (dense // 2 + expert // 2)
 
 
+def test_context_parallel_ranks_share_the_optimizer_too():
+    stage = mm.estimate(LLAMA_8, Layout(dp=2, cp=2, zero=1))[0]
+    assert states(stage)["first moment"] == stage.params * 4 // 4
+
+
 def test_a_router_bias_has_no_gradient():
     v3 = preset("deepseek-v3")
     stage = mm.estimate(v3, Layout())[0]
@@ -1156,6 +1161,12 @@ def test_verdicts_fit_the_ratios():
 def test_a_formula_is_arithmetic_and_nothing_else(formula):
     with pytest.raises((ValueError, SyntaxError, NameError, TypeError)):
         mm.evaluate(formula, {"f": max})
+
+
+def test_numbers_are_put_into_a_formula():
+    names = {"params": 7e10, "b": 2, "T": 8192, "f": max}
+    assert mm.substituted("params*b", names) == "7e+10 * 2"
+    assert mm.substituted("f(T, b)//unknown", names) == "f(8192, 2) // unknown"
 
 
 def test_numbers_are_shown_as_the_guide_writes_them():
