@@ -252,11 +252,24 @@ class Model:
              "group": grid[summed], "kind": kind}
             for kind, (_, summed) in self.table.items() if kind in self.kinds.values()
         ]  # fmt: skip
+        self.numel = {name: param.numel() for name, param in self.named.items()}
+        for stage in self.stages.values() if args.zero == 3 else ():
+            self._fully_shard(stage)
         reduce_dtype = torch.float32 if args.precision == "bf16" else None
         self.optimizer = zero.ZeroOptimizer(
             groups, optimizer_class, stage=args.zero, reduce_dtype=reduce_dtype, **given
         )
         self.routers = [m for s in self.stages.values() for m in s.modules() if type(m) is ep.Router]
+
+    def _fully_shard(self, stage):
+        """Make units of ZeRO-3: each block, the stage around them, and, under SP, each norm, whose
+        gradient is summed over more ranks than theirs."""
+        norms, others = (self.grid[self.table[kind][1]] for kind in ("whole", "cut by tp"))
+        for unit in (*stage.blocks.values(), stage):
+            for part in unit.modules() if norms is not others else ():
+                if isinstance(part, tp.RMSNorm) and not hasattr(part, "zero_unit"):
+                    zero.fully_shard(part, norms)
+            zero.fully_shard(unit, others)
 
     def copies(self, kind):
         """How many ranks hold the same element of a parameter of this kind."""
@@ -545,13 +558,18 @@ def sent_by_formula(model, x_BS, plans):
         sent["pp"] += sum(param.nbytes for param in model.named.values())
     elif args.tied and len(ends) == 2 and grid.at["pp"] in ends:
         sent["pp"] += model.named["embedding.weight"].nbytes
-    over = defaultdict(int)
-    for name, param in model.named.items():
-        over[model.table[model.kinds[name]][1]] += param.numel()
+    over, squares = defaultdict(int), 8 * len(model.optimizer.param_groups)
+    for name, elements in model.numel.items():
+        over[model.table[model.kinds[name]][1]] += elements
     for axes, P in over.items():
-        n, squares = size(axes), 8 * len(model.optimizer.param_groups)
+        n = size(axes)
         padded = -(-P // n) * n if args.zero else P
-        sent["dp"] += part(n) * (padded * e + 2 * squares if args.zero else 2 * padded * e)
+        sent["dp"] += part(n) * (2 * squares if args.zero else 0)
+        sent["dp"] += part(n) * 2 * padded * e if args.zero < 3 else 0
+    for unit in model.optimizer.shards if args.zero == 3 else ():
+        row = -(-sum(shape.numel() for shape in unit.shapes) // unit.n) * e
+        sent["dp"] += 3 * m * (unit.n - 1) * row  # gathered twice, reduced once, each micro-batch
+        sent["dp"] += 2 * 8 * (size("dp cp") - 1)  # once: do all ranks enter the same unit?
     sent["dp"] += 2 * part(size("dp cp")) * 8
     routers = sum(router.balance > 0 for router in model.routers)
     sent["dp"] += m * routers * 2 * part(size("dp cp tp" if args.sp else "dp cp")) * 8 * args.experts
@@ -660,31 +678,32 @@ def proof(args, grid, device):
         for each in models:
             each.step(*batch, rate=0.1)
     stepped = {name: param for name, param in models[1].named.items()}
-    whole = [(name, (0, p.numel()), p.flatten()) for name, p in models[0].named.items()]
-    yield dp.Row("weights after three SGD steps", largest_error(whole, stepped, models[0]))
+    pieces_here = [(name, span, tensors["param"]) for name, span, tensors in models[0].optimizer.local_state()]
+    yield dp.Row("weights after three SGD steps", largest_error(pieces_here, stepped, models[0]))
     yield from wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm)
 
 
 def held(model):
-    """Bytes of this rank's weights, and of what its optimizer keeps for each element."""
-    states = [state for *_, tensors in model.optimizer.local_state() for key, state in tensors.items()
-              if key != "param" and state.dim()]  # fmt: skip
-    return sum(p.nbytes for p in model.named.values()) + sum(state.nbytes for state in states)
+    """Bytes of this rank's weights between steps, and of AdamW's state of each element."""
+    own = [tensor for *_, tensors in model.optimizer.local_state() for key, tensor in tensors.items()
+           if tensor.dim() and (key != "param" or model.args.zero == 3)]  # fmt: skip
+    return sum(p.nbytes for p in model.named.values()) + sum(tensor.nbytes for tensor in own)
 
 
 def held_by_formula(model, twin):
-    """From the twin's whole tensors and the table: weights / split, twice that / replicas."""
-    grid, e, total, over = model.grid, 8, 0, defaultdict(int)
+    """From the twin's whole tensors and the table: weights / split, twice that / replicas; at
+    stage 3, unit by unit, weights / replicas too."""
+    grid, over, stage = model.grid, defaultdict(int), model.args.zero
     for name in model.named:
         split, summed = model.table[model.kinds[name]]
-        elements = twin.named[name].numel() // grid.size(split)
-        total += e * elements
-        over[summed] += elements
-    for axes, P in over.items():
-        n = grid.size(axes) if model.args.zero else 1
-        rank = dist.get_rank(grid[axes]) if model.args.zero else 0
+        unit = model.named[name].shard if stage == 3 else None
+        over[summed, unit] += twin.named[name].numel() // grid.size(split)
+    total = 0
+    for (axes, _), P in over.items():
+        n, rank = (grid.size(axes), dist.get_rank(grid[axes])) if stage else (1, 0)
         row = -(-P // n)
-        total += 2 * e * min(max(P - rank * row, 0), row)
+        here = min(max(P - rank * row, 0), row)
+        total += 8 * (3 * here if stage == 3 else P + 2 * here)
     return total
 
 
@@ -810,6 +829,12 @@ def validate(args, ranks):
         raise ValueError(f"--ep {args.ep} does not divide --experts {args.experts}")
     if args.experts and not 1 <= args.top_k <= args.experts:
         raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
+    if args.zero == 3 and args.recompute == "full" and args.sp and args.tp > 1:
+        raise ValueError("--zero 3 --recompute full: a block's norms are units of their own: --no-sp")
+    if args.zero == 3 and args.experts:
+        raise ValueError(f"--zero 3 shards dense models: say --experts 0, or --zero 1")
+    if args.zero == 3 and args.tied and args.pp > 1:
+        raise ValueError(f"--zero 3 --pp {args.pp}: the ends of a pipeline share no shard: say --no-tied")
     if args.tp > args.kv_heads or args.kv_heads % args.tp:
         raise ValueError(f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
     tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
@@ -847,7 +872,7 @@ def options(argv=None):
     parser.add_argument("--schedule", choices=pp.SCHEDULES, default="1f1b")
     parser.add_argument("--attention", choices=("ring", "all-gather", "ulysses"), default="ring")
     parser.add_argument("--sp", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--zero", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--zero", type=int, choices=(0, 1, 3), default=1)
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--balance", choices=("aux", "bias", "none"), default="aux")
