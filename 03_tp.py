@@ -36,6 +36,7 @@ import inspect
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -333,29 +334,39 @@ def dropout(x, p, key, group, dim=None):
 # ── matrices, and gradients that can wait ────────────────────────────────────────────────────
 
 
+def stand_in(param, later):
+    """What autograd sees of a parameter: it, or if its gradient is to wait, another leaf in its
+    place, because the hooks of a parameter fire for a gradient of None as well."""
+    if param is None or later is None:
+        return param
+    leaf = param.detach().requires_grad_(param.requires_grad)
+    leaf.stands_for = param
+    return leaf
+
+
 def settle(later, *owed):
     """What a backward returns for parameters: their gradients; or None for each, and in the list
     `later` a closure that adds them to .grad.
 
-    owed: (parameter or None, function that computes its gradient), for each.
+    owed: (parameter or its stand_in() or None, function that computes its gradient), for each.
     """
     due = [compute if p is not None and p.requires_grad else None for p, compute in owed]
     if later is None:
         return [compute and compute() for compute in due]
 
     def add():
-        for (param, _), compute in zip(owed, due):
-            if compute and param.grad is None:
-                param.grad = compute()
+        for (leaf, _), compute in zip(owed, due):
+            if compute and leaf.stands_for.grad is None:
+                leaf.stands_for.grad = compute()
             elif compute:
-                param.grad += compute()
+                leaf.stands_for.grad += compute()
 
     later.append(add)
     return [None] * len(owed)
 
 
 class _Wait(torch.autograd.Function):
-    """A parameter, as it is; its gradient goes into .grad when a closure in `later` is called."""
+    """A parameter, as it is; a closure in `later` adds its gradient."""
 
     @staticmethod
     def forward(ctx, param, later):
@@ -369,7 +380,7 @@ class _Wait(torch.autograd.Function):
 
 def wait(param, later):
     """For gradients that cost nothing (of a norm, a bias, a table): only adding them can wait."""
-    return param if later is None else _Wait.apply(param, later)
+    return param if later is None else _Wait.apply(stand_in(param, later), later)
 
 
 class _Linear(torch.autograd.Function):
@@ -471,7 +482,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = draw(torch.zeros(n_out)) if bias else None
 
     def forward(self, x, later=None):
-        given = self.weight, self.bias, later
+        given = stand_in(self.weight, later), stand_in(self.bias, later), later
         # Q3.1 ** Without SP, every rank has all of x already. What must still be done with it?
         #         hint: a rank's outputs give it a part of d_x; the layer below needs the sum
         if self.sp == "off":
@@ -502,7 +513,7 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
 
     def forward(self, x, later=None):
-        given = self.weight, None, later
+        given = stand_in(self.weight, later), None, later
         if self.sp == "overlap":
             y = _Overlapped.apply(x, *given, self.group, False)
         else:
@@ -1091,7 +1102,7 @@ def read_text(path, at_least):
     """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
     Raises ValueError where it cannot be read or is shorter than `at_least`."""
     try:
-        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+        text = Path(path).read_bytes() if path is not None else "\n".join(topics.values()).encode()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
@@ -1133,9 +1144,12 @@ def launch(main, args, validate):
     torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
     by_torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    args.timeout = args.timeout if args.timeout is not None else 120 if by_torchrun else 20
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if not args.timeout > 0:
+            raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)
@@ -1147,10 +1161,15 @@ def launch(main, args, validate):
     with tempfile.TemporaryDirectory() as folder:
         given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
         try:
-            mp.start_processes(_rank, given, ranks, start_method=method)
-        except mp.ProcessExitedException as failed:
-            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
-            sys.exit(by_signal if failed.signal_name else 1)
+            started = mp.start_processes(_rank, given, ranks, join=False, start_method=method)
+            while not started.join():
+                pass
+        except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
+            codes = [(r, -p.exitcode) for r, p in enumerate(started.processes)]
+            died = [(r, signal.Signals(c).name) for r, c in codes if c > 0 and c != signal.SIGTERM]
+            sys.exit("\n".join(f"rank {r} was ended by {name}" for r, name in died) or 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
     sys.exit(0)
 
 
@@ -1164,23 +1183,25 @@ def _rank(local, ranks, main, args, folder=None):
         torch.cuda.set_device(device)
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    rank = int(env.get("RANK", local))
     try:
         if folder:
             store = dist.FileStore(f"{folder}/store", ranks)
         else:  # a restarted attempt must not read the addresses of the one before
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
+        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.timeout))
         dist.init_process_group("nccl" if on_gpu else "gloo", **given)
         code = main(args, device)
         dist.destroy_process_group()
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
-        os._exit(1)  # without farewell, so that the others see the connection close at once
-    sys.exit(code)
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
 if __name__ == "__main__":

@@ -1,0 +1,607 @@
+"""03_tp: loss and gradients equal to one process, bytes equal to the formulas, reported faults."""
+
+import itertools
+import math
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from torch import nn
+
+tp = chapter("03_tp")
+CPU, DOUBLE = torch.device("cpu"), torch.float64
+world = lambda: dist.group.WORLD
+rank = lambda: dist.get_rank()
+question = pytest.mark.question
+SMALL = tp.Config(D=32, hidden=48, V=53)
+FULL = replace(SMALL, tied=False, bias=True, smoothing=0.1, dropout=0.3)
+
+
+def agree(pair):
+    measured, formula = pair
+    return measured == pytest.approx(formula, abs=0.5)
+
+
+# ── values, sent, held ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_row_of_the_proof_is_as_claimed_on_every_rank(n):
+    rows = lambda: list(tp.proof(SMALL, world(), CPU, 2, 16))
+    for row in itertools.chain(*on_ranks(n, rows)):
+        assert row.error == pytest.approx(row.wrong, rel=1e-6, abs=1e-10), row.name
+        assert all(map(agree, filter(None, (row.sent, row.held)))), row
+        assert row.wrong == 0 or row.wrong > 0.1, f"{row.name} would not show"
+
+
+def grid(configs):
+    """Everything that is off, over configurations and rungs, on this rank."""
+    for c, sp in itertools.product(configs, tp.LADDER):
+        error, sent = tp.check(c, world(), CPU, sp, 2, 16)
+        held = tp.check_saved(c, world(), CPU, sp, 2, 16)
+        n = dist.get_world_size()
+        model = tp.LanguageModel(c, world(), sp).double()
+        parameters = sum(p.nbytes for p in model.parameters()), tp.parameter_bytes(c, n)
+        if error > 1e-10 or not all(map(agree, (sent, held, parameters))):
+            yield c, sp, error, sent, held, parameters
+
+
+@question("Q3.1")
+@question("Q3.2")
+@question("Q3.5")
+def test_two_ranks_equal_one_process_on_every_rung():
+    assert on_ranks(2, lambda: list(grid([SMALL, FULL]))) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_any_key_value_heads_ends_and_biases_on_every_rung(n):
+    grids = itertools.product((8, 4, 2, 1), (True, False), (True, False))
+    configs = [replace(FULL, kv_heads=k, tied=tied, bias=bias) for k, tied, bias in grids]
+    assert on_ranks(n, lambda: list(grid(configs)), timeout=200) == [[]] * n
+
+
+def test_a_group_need_not_be_the_world_nor_begin_at_rank_0():
+    def two_groups():
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]
+        return list(tp.proof(FULL, groups[rank() % 2], CPU, 1, 8))
+
+    for row in itertools.chain(*on_ranks(4, two_groups)):
+        assert row.error == pytest.approx(row.wrong, rel=1e-6, abs=1e-10), row.name
+        assert all(map(agree, filter(None, (row.sent, row.held)))), row
+
+
+def left_out(**changed):
+    """The largest error of a step, with other functions in the place of the chapter's."""
+
+    def step():
+        with patch.dict(vars(tp), changed):
+            return tp.check(replace(SMALL, bias=True), world(), CPU, "keep", 2, 16)[0]
+
+    return max(on_ranks(2, step))
+
+
+@pytest.mark.parametrize("name", ["gather_sequence", "scatter_sequence"])
+def test_the_proof_sees_a_pair_that_does_half_of_its_work(name):
+    there = {"gather_sequence": tp.all_gather, "scatter_sequence": tp.reduce_scatter}[name]
+    back = {"gather_sequence": tp.split, "scatter_sequence": None}[name]
+    mean = lambda x, group: tp.all_gather(x, group) / dist.get_world_size(group)
+    assert left_out() < 1e-10 < 0.01 < left_out(**{name: tp.pair(there, back or mean)})
+
+
+def test_the_proof_sees_gradients_of_copies_left_as_they_are():
+    assert left_out(sum_replicated_gradients=lambda *_: None) > 0.01
+
+
+@question("Q3.1")
+def test_pairs_are_what_their_table_says():
+    def both_ways(name):
+        whole = torch.arange(8.0, dtype=DOUBLE).view(1, 4, 2)
+        r = rank()
+        x = {
+            "copy_to_ranks": whole, "reduce_from_ranks": whole * (r + 1),
+            "gather_sequence": whole[:, 2 * r : 2 * r + 2], "scatter_sequence": whole * (r + 1),
+            "split_sequence": whole, "join_sequence": whole[:, 2 * r : 2 * r + 2],
+        }[name].clone().requires_grad_()  # fmt: skip
+        y = getattr(tp, name)(x, world())
+        weight = torch.ones_like(y) if name in ("join_sequence", "reduce_from_ranks") else r + 1.0
+        (y * weight).sum().backward()
+        return y.tolist(), x.grad.unique().tolist()
+
+    whole = torch.arange(8.0).view(1, 4, 2)
+    mine = [whole[:, :2].tolist(), whole[:, 2:].tolist()]
+    thrice = [(3 * whole[:, 2 * r : 2 * r + 2]).tolist() for r in (0, 1)]
+    wanted = {
+        "copy_to_ranks": [(whole.tolist(), [3.0])] * 2,
+        "reduce_from_ranks": [((3 * whole).tolist(), [1.0])] * 2,
+        "gather_sequence": [(whole.tolist(), [3.0])] * 2,
+        "scatter_sequence": [(thrice[r], [1.0, 2.0]) for r in (0, 1)],
+        "split_sequence": [(mine[r], [1.0, 2.0]) for r in (0, 1)],
+        "join_sequence": [(whole.tolist(), [1.0])] * 2,
+    }
+    for name, expected in wanted.items():
+        assert on_ranks(2, both_ways, name) == expected, name
+
+
+def test_a_sum_leaves_the_gradient_of_others_alone():
+    """x + f(x): both branches get one gradient tensor, and f's sum must not be written into it."""
+
+    def step():
+        x = torch.zeros(2, 2, requires_grad=True)
+        d_y = torch.ones(2, 2)
+        (x + tp.copy_to_ranks(x, world())).backward(d_y)
+        return x.grad[0, 0].item(), d_y[0, 0].item()
+
+    assert on_ranks(2, step) == [(3.0, 1.0)] * 2
+
+
+def test_the_bytes_of_the_four_journeys_of_a_layer():
+    """Two all-reduces each way, or as many bytes in other calls; a quarter more to gather again."""
+
+    def sent(sp):
+        block = tp.Block(SMALL, world(), sp).double()
+        x = torch.randn(2, 16 if sp == "off" else 4, 32, dtype=DOUBLE, requires_grad=True)
+        with tp.Ledger() as ledger:
+            block(x, torch.arange(16)).sum().backward()
+        return {k: v for k, v in ledger.sent.items() if v}, [e.what for e in ledger.events]
+
+    journey = 3 / 4 * 2 * 16 * 32 * 8
+    sents = {sp: on_ranks(4, sent, sp)[0] for sp in tp.LADDER}
+    assert sents["off"][0] == {"all_reduce": 8 * journey}
+    assert sents["off"][1].count("all_reduce") == 4
+    assert sents["keep"][0] == {"all_gather_single": 4 * journey, "all_to_all_single": 4 * journey}
+    more = {"all_gather_single": 6 * journey, "all_to_all_single": 4 * journey}
+    assert sents["regather"][0] == sents["overlap"][0] == more
+
+
+@question("Q3.6")
+def test_chunks_travel_while_others_are_multiplied():
+    gathering, scattering = on_ranks(2, lambda: tp.overlap_order(world(), CPU))[0]
+    assert gathering == ["all_gather_single"] * 4 + ["wait", "matmul"] * 4
+    assert scattering == ["matmul", "all_to_all_single"] * 4 + ["wait"] * 4
+
+
+@question("Q3.6")
+def test_chunks_need_not_divide_the_tokens():
+    def products(S):
+        torch.manual_seed(0)
+        x, w = torch.randn(2, S, 6, dtype=DOUBLE), torch.randn(6, 3, dtype=DOUBLE)
+        own = tp.split(x, world())
+        product, gathered = tp.gather_then_multiply(own, w, world())
+        scattered = tp.multiply_then_scatter(x, w, world())
+        wanted = 2 * tp.split(x @ w, world())
+        return (product - x @ w).abs().max(), (gathered - x).abs().max(), (scattered - wanted).abs()
+
+    for S in (2, 6, 10, 14):
+        for errors in on_ranks(2, products, S):
+            assert max(error.max() for error in errors) < 1e-12
+
+
+# ── gradients that wait ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sp", tp.LADDER)
+def test_with_a_list_weights_wait_for_its_closures_and_fire_no_hook(sp):
+    def step():
+        c, (x, y) = replace(FULL, kv_heads=1), tp.proof_batch(FULL, 2, 16, CPU)
+        now, _ = tp.build(c, world(), CPU, sp)
+        then, _ = tp.build(c, world(), CPU, sp)
+        for _ in range(2):  # gradients add up
+            now(x, y).sum().backward()
+        later, fired = [], []
+        for p in then.parameters():
+            p.register_post_accumulate_grad_hook(fired.append)
+        for _ in range(2):
+            then(x, y, later=later).sum().backward()
+        waited = all(p.grad is None for p in then.parameters()) and len(later) > 20
+        while later:
+            later.pop()()
+        pairs = zip(now.parameters(), then.parameters())
+        errors = [tp.relative_error(q.grad, p.grad) for p, q in pairs]
+        return waited, fired == [], max(errors) < 1e-12
+
+    assert on_ranks(2, step) == [(True, True, True)] * 2
+
+
+def test_a_gradient_that_waited_is_added_in_place():
+    """Where .grad is a view of a data-parallel bucket, it must stay one."""
+
+    def step():
+        layer, later = tp.ColumnParallelLinear(2, 2, world(), bias=True), []
+        layer(torch.ones(1, 1, 2), later).sum().backward()
+        layer.weight.grad = bucket = torch.ones(2, 2)
+        later.pop()()
+        return layer.weight.grad is bucket, bucket[0, 0].item(), later
+
+    assert on_ranks(1, step) == [(True, 2.0, [])]
+
+
+@pytest.mark.parametrize("sp", tp.LADDER)
+@pytest.mark.parametrize("waits", [True, False])
+def test_frozen_weights_get_no_gradient(sp, waits):
+    def step():
+        mlp, later = tp.MLP(4, 8, world(), bias=True, sp=sp), [] if waits else None
+        for p in mlp.parameters():
+            p.requires_grad_(False)
+        x = torch.ones(1, 4 if sp == "off" else 2, 4, requires_grad=True)
+        mlp(x, later).sum().backward()
+        while later:
+            later.pop()()
+        return x.grad is not None and all(p.grad is None for p in mlp.parameters())
+
+    assert on_ranks(2, step) == [True] * 2
+
+
+# ── the two ends ─────────────────────────────────────────────────────────────────────────────
+
+
+@question("Q3.4")
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_loss_is_that_of_whole_rows_however_large(n, smoothing):
+    """V = 13, which 2 and 4 do not divide; logits in the thousands; ignored labels."""
+
+    def losses():
+        torch.manual_seed(0)
+        whole = (1000 * torch.randn(2, 5, 13, dtype=DOUBLE)).requires_grad_()
+        labels = torch.tensor([[0, 12, -7, 6, 7], [3, -7, 4, 9, 11]])
+        given = dict(label_smoothing=smoothing, ignore_index=-7)
+        wanted = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none", **given)
+        weight = torch.rand(2, 5, dtype=DOUBLE)
+        (wanted.view(2, 5) * weight).sum().backward()
+        own = lambda t: tp.shard(t, (2, ((13, 1),)), n, rank())
+        part = own(whole.detach()).clone().requires_grad_()
+        found = tp.vocab_parallel_cross_entropy(part, labels, 13, world(), **given)
+        (found * weight).sum().backward()
+        return tp.relative_error(found.flatten(), wanted), tp.relative_error(
+            part.grad, own(whole.grad)
+        )
+
+    for errors in on_ranks(n, losses):
+        assert max(errors) < 1e-12
+
+
+def test_bf16_logits_are_added_up_in_float32():
+    def loss():
+        logits = torch.zeros(1, 1, 4096, dtype=torch.bfloat16, requires_grad=True)
+        lost = tp.vocab_parallel_cross_entropy(logits, torch.zeros(1, 1).long(), 8192, world())
+        lost.sum().backward()
+        return lost.dtype, lost.item(), logits.grad.dtype
+
+    for dtype, value, gradient in on_ranks(2, loss):
+        assert dtype == torch.float32 and gradient == torch.bfloat16
+        assert value == pytest.approx(math.log(8192), rel=1e-6)
+
+
+@question("Q3.3")
+def test_each_id_has_one_owner_and_the_row_that_it_had():
+    def rows(V):
+        return [t.tolist() for t in tp.own_rows(torch.arange(V), V, -(-V // 4), world())]
+
+    for V in (4, 10, 12):
+        v, owners = -(-V // 4), [0] * V
+        for r, (found, mine) in enumerate(on_ranks(4, rows, V)):
+            for i in range(V):
+                owners[i] += mine[i]
+                assert found[i] == (i - r * v if mine[i] else 0)
+        assert owners == [1] * V
+
+
+@question("Q3.3")
+def test_an_embedding_finds_its_rows_and_puts_gradients_there():
+    def step(sp):
+        layer = tp.VocabParallelEmbedding(5, 2, world(), sp).double()
+        whole = torch.arange(10, dtype=DOUBLE).view(5, 2)
+        tp.load_whole(layer, {"weight": whole}, world())
+        y = layer(torch.tensor([[0, 2, 3, 4], [2, 2, 4, 1]]))
+        y.sum().backward()
+        layer.weight = nn.Parameter(layer.weight.grad)
+        return y.tolist(), tp.gather_whole(layer, world())["weight"][:, 0].tolist()
+
+    wanted = [[[0, 1], [4, 5], [6, 7], [8, 9]], [[4, 5], [4, 5], [8, 9], [2, 3]]]
+    assert on_ranks(2, step, "off") == [(wanted, [1, 1, 3, 1, 2])] * 2
+    half = lambda r: [row[2 * r : 2 * r + 2] for row in wanted]
+    assert on_ranks(2, step, "keep") == [(half(r), [1, 1, 3, 1, 2]) for r in (0, 1)]
+
+
+@pytest.mark.parametrize("bad", [-1, 10, 11])
+def test_an_id_beyond_the_vocabulary_is_an_error_and_not_zeros(bad):
+    def look():
+        tp.VocabParallelEmbedding(10, 2, world())(torch.tensor([[bad]]))
+
+    with pytest.raises(RankFailed, match=f"IndexError: .*{bad}.*vocabulary of 10"):
+        on_ranks(4, look)
+
+
+# ── reported faults (tp-01 to tp-08, ck-02, co-10) ───────────────────────────────────────────
+
+
+@question("Q3.2")
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("sp", tp.LADDER)
+def test_tp_01_a_bias_is_added_once(n, sp):
+    def output():
+        layer = tp.RowParallelLinear(8, 3, world(), bias=True, sp=sp)
+        nn.init.zeros_(layer.weight)
+        nn.init.ones_(layer.bias)
+        layer(x := torch.randn(2, 4, 8 // n)).sum().backward()
+        return layer(x).unique().tolist(), layer.bias.grad.unique().tolist()
+
+    seen = 8 if sp == "off" else 8 / n
+    assert on_ranks(n, output) == [([1.0], [seen])] * n
+
+
+def test_tp_01_what_is_whole_already_is_refused():
+    def reduce_whole():
+        tp.RowParallelLinear(8, 3, world())(torch.randn(2, 4, 8))
+
+    def load_whole_as_part():
+        layer = tp.RowParallelLinear(8, 3, world())
+        layer.shard_spec = {}
+        tp.load_whole(layer, {"weight": torch.zeros(3, 8)}, world())
+
+    for wrong in (reduce_whole, load_whole_as_part):
+        with pytest.raises(RankFailed, match="shape|size"):
+            on_ranks(2, wrong)
+
+
+@question("Q3.5")
+@pytest.mark.parametrize("sp", ["off", "keep", "regather"])
+def test_tp_03_copies_stay_the_same_to_the_bit_for_ten_steps(sp):
+    """Norms, row-parallel biases, and the two key/value heads that four ranks hold (tp-07)."""
+    c = replace(FULL, kv_heads=2)
+
+    def train():
+        model, _ = tp.build(c, world(), CPU, sp)
+        model.float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x, y = tp.proof_batch(c, 2, 16, CPU)
+        losses = []
+        for step in range(10):
+            losses.append(tp.loss_and_gradients(model, x, y, step).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        specs, named = tp.shard_specs(model), dict(model.named_parameters())
+        kv = [t[-8:].tolist() for name, t in named.items() if "qkv" in name]
+        return losses, [t.tolist() for name, t in named.items() if name not in specs], kv
+
+    ranks = on_ranks(4, train)
+    assert all(ranks[r][:2] == ranks[0][:2] for r in range(4))
+    assert ranks[0][2] == ranks[1][2] != ranks[2][2] == ranks[3][2]
+    assert ranks[0][0][-1] < ranks[0][0][0]
+
+
+@question("Q3.5")
+def test_tp_03_copies_are_summed_under_sp_and_left_alone_without():
+    def sums(sp):
+        norm = tp.RMSNorm(2)
+        norm.weight.grad = torch.tensor([1.0, 10.0]) * (rank() + 1)
+        tp.sum_replicated_gradients(norm, world(), sp)
+        return norm.weight.grad.tolist()
+
+    assert on_ranks(2, sums, "regather") == [[3, 30]] * 2
+    assert on_ranks(2, sums, "off") == [[1, 10], [2, 20]]
+
+
+def test_tp_04_every_n_starts_from_the_same_weights():
+    def start():
+        torch.manual_seed(0)
+        layers = nn.ModuleList([
+            tp.ColumnParallelLinear(64, 64, world()), tp.RowParallelLinear(64, 64, world()),
+            tp.VocabParallelEmbedding(64, 64, world()), tp.Attention(64, 8, 2, world()),
+            tp.MLP(64, 96, world()),
+        ])  # fmt: skip
+        parts = [p.detach().flatten()[:32].tolist() for p in layers.parameters()]
+        return parts, {k: v.tolist() for k, v in tp.gather_whole(layers, world()).items()}
+
+    wanted = on_ranks(1, start)[0][1]
+    assert torch.tensor(wanted["0.weight"]).std() == pytest.approx(1 / 8, rel=0.05)
+    for n in (2, 4, 8):
+        found = on_ranks(n, start)
+        assert all(whole == wanted for _, whole in found)
+        for of_ranks in zip(*(parts for parts, _ in found)):
+            assert len({tuple(part) for part in of_ranks}) == n
+
+
+def test_tp_05_ten_tokens_on_four_ranks():
+    """All logits zero: ln 10, and ln 12 if what fills the last rank counts."""
+
+    def step(n, whole):
+        model = nn.Module()
+        model.embedding = tp.VocabParallelEmbedding(10, 4, world())
+        if whole is not None:
+            tp.load_whole(model, {"embedding.weight": torch.tensor(whole)}, world())
+        x = torch.zeros(1, 3, 4, requires_grad=True)
+        logits = F.linear(tp.copy_to_ranks(x, world()), model.embedding.weight)
+        labels = torch.tensor([[0, 9, 4]])
+        loss = tp.vocab_parallel_cross_entropy(logits, labels, 10, world(), label_smoothing=0.1)
+        (loss.sum() + model.embedding(labels).sum()).backward()
+        beyond = model.embedding.weight.grad[max(0, 10 - rank() * -(-10 // n)) :]
+        gathered = tp.gather_whole(model, world())["embedding.weight"]
+        return loss.tolist()[0], beyond.abs().sum().item(), gathered.tolist(), len(beyond)
+
+    whole = None
+    for n, filled in ((4, 2), (2, 0), (1, 0), (8, 6)):
+        for loss, beyond, gathered, _ in (ranks := on_ranks(n, step, n, whole)):
+            assert loss == pytest.approx([math.log(10)] * 3, abs=1e-6) and beyond == 0
+            assert len(gathered) == 10 and (whole is None or gathered == whole)
+        assert sum(rows for *_, rows in ranks) == filled
+        whole = gathered
+
+
+def test_tp_07_a_copied_head_counts_once():
+    c = replace(SMALL, kv_heads=2)
+
+    def gathered():
+        model, _ = tp.build(c, world(), CPU)
+        whole = tp.gather_whole(model, world())
+        return sum(t.numel() for t in whole.values()), tp.check(c, world(), CPU, "off", 2, 16)[0]
+
+    one, _ = on_ranks(1, gathered)[0]
+    for count, error in on_ranks(4, gathered):
+        assert count == one and error < 1e-10
+
+
+def test_tp_07_three_ranks_cannot_share_eight_heads():
+    with pytest.raises(RankFailed, match=r"tp 3 .*8 heads and 2 key/value.*\[1, 2, 4, 8\]"):
+        on_ranks(3, lambda: tp.Attention(32, 8, 2, world()))
+
+
+@pytest.mark.parametrize("sp", ["keep", "regather", "overlap"])
+def test_tp_08_a_sequence_that_does_not_divide_is_refused_before_any_call(sp):
+    def step():
+        model = tp.LanguageModel(SMALL, world(), sp)
+        with tp.Ledger() as ledger:
+            try:
+                model(*tp.proof_batch(SMALL, 1, 7, CPU))
+            except ValueError as refused:
+                return str(refused), ledger.events
+
+    said = "tp 2 does not divide sequence 7: use one of [1, 7]"
+    assert on_ranks(2, step) == [(said, [])] * 2
+
+
+def test_ck_02_fused_blocks_are_cut_each_for_itself():
+    """Filled with their index: 8 query heads of 2 and 2 + 2 key/value heads; gate and up of 4."""
+    qkv, spec = torch.arange(24), (0, ((8, 2), (2, 2), (2, 2)))
+    assert tp.shard(qkv, spec, 2, 1).tolist() == [*range(8, 16), 18, 19, 22, 23]
+    assert tp.shard(qkv, spec, 4, 1).tolist() == [4, 5, 6, 7, 16, 17, 20, 21]
+    assert tp.shard(qkv, spec, 4, 2).tolist() == [8, 9, 10, 11, 18, 19, 22, 23]
+    assert tp.shard(torch.arange(8), (0, 2), 2, 1).tolist() == [2, 3, 6, 7]
+    assert tp.shard(torch.arange(10), (0, ((10, 1),)), 4, 3).tolist() == [9, 0, 0]
+    assert tp.shard(torch.arange(10), (0, ((10, 1),)), 8, 5).tolist() == [0, 0]
+    for n in (1, 2, 4, 8):
+        for whole, cut in (
+            (qkv, spec), (torch.arange(16).view(8, 2), (0, 1)), (torch.arange(48), (0, 3)),
+            (torch.arange(16).view(2, 8), (1, 1)), (torch.arange(22).view(11, 2), (0, ((11, 1),))),
+        ):  # fmt: skip
+            parts = [tp.shard(whole, cut, n, r) for r in range(n)]
+            assert torch.equal(tp.unshard(parts, cut), whole)
+
+
+def test_ck_02_three_hidden_units_are_not_two_halves_though_gate_and_up_are():
+    with pytest.raises(RankFailed, match=r"tp 2 does not divide hidden 3: use one of \[1, 3\]"):
+        on_ranks(2, lambda: tp.MLP(4, 3, world()))
+
+
+def test_shards_go_from_any_n_to_any_other_bit_for_bit():
+    def there(whole):
+        model = tp.LanguageModel(FULL, world()).double()
+        if whole:
+            given = {name: torch.tensor(value, dtype=DOUBLE) for name, value in whole.items()}
+            tp.load_whole(model, given, world())
+        return {k: v.tolist() for k, v in tp.gather_whole(model, world()).items()}
+
+    first = whole = on_ranks(1, there, None)[0]
+    for n in (2, 8, 4, 1):
+        whole = on_ranks(n, there, whole)[0]
+        assert whole == first
+
+
+def test_co_10_masks_are_those_of_the_whole_tensor():
+    """The same where ranks hold the same, others where they do not, others again for other keys."""
+
+    def mask(dim, key):
+        whole = torch.ones(4, 8, 8)
+        x = whole if dim is None else whole.chunk(dist.get_world_size(), dim)[rank()]
+        x = x.clone().requires_grad_()
+        y = tp.dropout(x, 0.5, key, world(), dim)
+        y.backward(torch.ones_like(y))
+        assert torch.equal(x.grad, y)
+        return y.tolist()
+
+    masks = lambda: [mask(*given) for given in ((None, 3), (0, 3), (1, 3), (2, 3), (None, 4))]
+    whole, *_, other = map(torch.tensor, on_ranks(1, masks)[0])
+    assert set(whole.unique().tolist()) == {0.0, 2.0} and not torch.equal(whole, other)
+    same, *cut, _ = zip(*([torch.tensor(y) for y in ys] for ys in on_ranks(2, masks)))
+    assert all(torch.equal(y, whole) for y in same)
+    for dim, parts in enumerate(cut):
+        assert torch.equal(torch.cat(parts, dim), whole) and not torch.equal(*parts)
+
+
+def test_co_10_no_two_places_of_a_model_share_a_mask():
+    def keys():
+        seen, draw = [], tp.whole_mask
+
+        def note(shape, p, key):
+            seen.append(key)
+            return draw(shape, p, key)
+
+        with patch.object(tp, "whole_mask", note):
+            model = tp.LanguageModel(FULL, world())
+            for step in range(3):
+                model(*tp.proof_batch(FULL, 1, 8, CPU), step)
+        return len(seen), len(set(seen))
+
+    assert on_ranks(1, keys) == [(12, 12)]
+
+
+def test_dropout_of_attention_may_be_cut_by_heads():
+    def outputs(n):
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, 32, dtype=DOUBLE)
+        drop = lambda q, k, v: tp.dropout(tp.causal(q, k, v), 0.5, 1, world(), dim=2)
+        return tp.Attention(32, 8, 4, world(), attend=drop).double()(x, torch.arange(8)).detach()
+
+    wanted = on_ranks(1, outputs, 1)[0]
+    for found in on_ranks(4, outputs, 4):
+        assert (found - wanted).abs().max() < 1e-12
+
+
+def test_attention_sees_differences_of_positions_and_this_ranks_heads():
+    def step():
+        seen = []
+        look = lambda *qkv: seen.append([tuple(t.shape) for t in qkv]) or tp.causal(*qkv)
+        layer = tp.Attention(32, 8, 2, world(), sp="keep", attend=look).double()
+        x = torch.randn(1, 4, 32, dtype=DOUBLE)
+        outputs = [layer(x, at) for at in (torch.arange(16), torch.arange(16) + 100)]
+        apart = layer(x, torch.arange(16) * 2)
+        return seen[0], *((y - outputs[0]).abs().max().item() for y in (outputs[1], apart))
+
+    for shapes, same, apart in on_ranks(4, step):
+        assert shapes == [(1, 16, 2, 4), (1, 16, 1, 4), (1, 16, 1, 4)]
+        assert same < 1e-10 < 1e-3 < apart
+
+
+# ── as a user runs it ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (["--ranks", 3], "tp 3 cannot share 8 heads and 4 key/value heads: use one of [1, 2, 4, 8]"),
+    (["--ranks", 6, "--heads", 16, "--kv-heads", 4], "use one of [1, 2, 4, 8, 16]"),
+    (["--kv-heads", 3], "heads a multiple of key/value heads 3"),
+    (["--hidden", 6], "tp 4 does not divide hidden 6: use one of [1, 2, 3, 6]"),
+    (["--sequence", 10], "tp 4 does not divide sequence 10: use one of [1, 2, 5, 10]"),
+    (["--batch", 0], "--batch 0"),
+    (["--plot", "no/such/folder.png"], "no/such"),
+])  # fmt: skip
+def test_wrong_numbers_are_sentences(wrong, says):
+    done = run_script(ROOT / "03_tp.py", *wrong)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_four_ranks_print_the_loss_of_one_and_learn():
+    """To six digits, with tensor and sequence parallelism, by any launcher."""
+    losses = []
+    for ranks in (["--ranks", 1], ["--ranks", 4], ["--ranks", 4, "--sp", "overlap"]):
+        done = run_script(ROOT / "03_tp.py", *ranks, "--steps", 31)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = done.stdout.splitlines()
+        header = next(i for i, line in enumerate(lines) if line.startswith("step"))
+        table = [line.split() for line in lines[header + 1 :]]
+        losses.append([loss for _, loss, *_ in table])
+        assert all(sent == formula for *_, sent, formula in table)
+    assert losses[0] == losses[1] == losses[2]
+    assert float(losses[0][-1]) < 3.26 < float(losses[0][0])
+
+
+@pytest.mark.slow
+def test_activations_are_drawn(tmp_path):
+    picture = tmp_path / "activations.png"
+    done = run_script(ROOT / "03_tp.py", "--ranks", 2, "--plot", picture)
+    assert done.returncode == 0 and picture.stat().st_size > 10_000
