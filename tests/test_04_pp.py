@@ -616,9 +616,9 @@ def overlapped(name):
         posts = [number for what, number in log if what == kind]
         between = [log[number : log.index(("wait", number))] for number in posts]
         hidden = sum(any(what == "run" for what, _ in events) for events in between)
-        waits = {log.index(("wait", number)) for number in posts}
-        open_at = [sum(k <= at for k in posts) - sum(k <= at for k in waits) for at in range(len(log))]
-        counts.append((len(posts), hidden, max(open_at)))
+        waits = [log.index(("wait", number)) for number in posts]
+        most = max(sum(post <= at <= wait for post, wait in zip(posts, waits)) for at in posts)
+        counts.append((len(posts), hidden, most))
     return counts
 
 
