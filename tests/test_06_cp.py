@@ -329,7 +329,7 @@ def test_documents_of_another_length_are_refused():
 
 
 def test_an_unknown_layout_is_refused_by_name():
-    with pytest.raises(RankFailed, match="layout 'spiral': use contiguous, zigzag or striped"):
+    with pytest.raises(RankFailed, match="layout 'spiral': use contiguous, zigzag, striped"):
         on_ranks(1, lambda: cp.positions(8, world(), "spiral"))
 
 
