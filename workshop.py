@@ -1,24 +1,24 @@
 """workshop · the exercises, cut from the chapters and graded by the project's own tests
 
-Each chapter marks a few regions, and each is a question. An exercise file is the chapter with these
-regions emptied, and with questions of accounting between its functions. There is no second copy of
-anything: the answer is the chapter, and what grades an answer are the tests that hold the chapter.
+Each chapter marks a few regions; each is a question. An exercise file is the chapter with those
+regions empty, and with questions of accounting between its functions. There is no second copy of
+anything: the answer is the chapter's, and what grades yours are the tests that hold the chapter.
 
-    python workshop.py                     the chapters, their questions, and what to do next
-    python workshop.py start 03            write exercises/03_tp.py; --question Q3.2: only that
-    python workshop.py watch 03            grade the first open question again at each save
-    python workshop.py check 03            grade all of it; without 03, all that was started
-    python workshop.py hint Q3.2           a nudge
-    python workshop.py show Q3.2           the chapter's lines beside yours
-    python workshop.py reset Q3.2          empty it again; the file as it was is kept beside it
+    python workshop.py                  the chapters, their questions, and what to do next
+    python workshop.py start 03         write exercises/03_tp.py; with --question Q3.2, only that
+    python workshop.py watch 03         grade the first open question at each save
+    python workshop.py check 03         grade a chapter, a question, or all that was started
+    python workshop.py hint Q3.2        a nudge
+    python workshop.py show Q3.2        the chapter's lines beside yours
+    python workshop.py reset Q3.2       empty it again; all other answers stay
 
-    start 03 --again       start over; the file as it was is kept beside it, with its date
-    check 03 --trace       with the tracebacks       --json    for an instructor's eyes
-    check 03 --timeout 30  seconds that ranks may wait for each other, 10 by default
+    start 03 --again        start over; the file as it was is kept beside it, with the date
+    check --trace           with tracebacks           check --json    for an instructor
+    check --timeout 30      seconds that ranks may wait for each other, 10 by default
 
-A question is graded alone: the chapter, with only that question's lines replaced by yours. So an
-open or wrong answer hides no other, and what is written outside the marks takes no part; a helper
-belongs between them. All of a file at once: CHAPTERS=exercises python -m pytest -k tp
+A question is graded alone: it is the chapter, with only that question's lines replaced by yours.
+So an open or a wrong answer hides no other. What is written outside the marks takes no part; put
+a helper between them. The whole of a file at once: CHAPTERS=exercises python -m pytest -k tp
 """
 
 import argparse
@@ -36,6 +36,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import tomllib
 import traceback
 import warnings
 from contextlib import contextmanager, suppress
@@ -43,66 +44,30 @@ from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from pathlib import Path
 
-import memory_math as mm
+import memory_math
 
 ROOT = Path(__file__).absolute().parent
 EXERCISES = ROOT / "exercises"
 PROGRESS = EXERCISES / ".progress.json"
-MINUTES = {1: 5, 2: 10, 3: 20}  # by stars: planned, for whoever has just read the chapter
+MINUTES = {1: 5, 2: 10, 3: 20}  # by stars: planned for a reader who has just read the chapter
 DONE = "solved", "given"
+
+
+class Refused(Exception):
+    """What cannot be done, in a sentence."""
+
+
+# ── questions: regions of a chapter, and accounts between them ───────────────────────────────
 
 HEAD = re.compile(r"( *)# ([QA]\d\.\d+) (\*+) (.*)")
 MORE = re.compile(r" *# {3,}(\S.*)")  # a comment that stands under the text of its head
 TAIL = re.compile(r" *# /([QA]\d\.\d+) *")
 
 
-# ── questions of accounting: what a layout sends, holds or waits, as an expression ───────────
-
-
-@dataclass(frozen=True)
-class Account:
-    """A number to predict from `letters`. `answer` is the reference's expression, `truth` what
-    memory_math says, and `layouts` the values of the letters at which both are compared."""
-
-    id: str
-    after: str  # the question of the chapter that it follows
-    stars: int
-    letters: str
-    text: str
-    hint: str
-    answer: str
-    truth: callable
-    layouts: tuple
-
-
-ACCOUNTS = (
-    Account(
-        "A1.1", "Q1.4", 1, "P, n, K",
-        "n ranks hold P bytes of gradients each, and sum them as a ring once a step, after K "
-        "micro-batches. How many bytes leave a rank in a step?",
-        "a reduce-scatter, then an all-gather; each passes on all chunks but one",
-        "2 * (n - 1) / n * P",
-        lambda P, n, K: mm.ring_all_reduce_bytes(P, n),
-        ((337_664, 4, 3), (4_000_000, 8, 1), (1_000, 1, 2)),
-    ),
-    Account(
-        "A1.2", "Q1.6", 2, "P, n",
-        "gather_and_broadcast sums P bytes over n ranks. How many times as long as the ring's is "
-        "its busiest rank's sending, if links are all alike? (n > 1)",
-        "rank 0 sends the sum to each of the others",
-        "(n - 1) * P / (2 * (n - 1) / n * P)",
-        lambda P, n: (n - 1) * P / mm.ring_all_reduce_bytes(P, n),
-        ((1_000_000, 2), (1_000_000, 8), (4_096, 64)),
-    ),
-)  # fmt: skip
-
-
-# ── chapters and exercise files are lines; a region is what stands between two marks ─────────
-
-
 @dataclass
 class Region:
-    """A marked stretch of a file: line numbers from 0; `end` is None if its last mark is lost."""
+    """A marked stretch of a file: its head, its lines [body, end) from 0, and its end mark, which
+    a learner may have lost: `end` is None then."""
 
     id: str
     stars: int
@@ -112,9 +77,24 @@ class Region:
     end: int | None = None
 
 
+def regions(lines):
+    """{id: Region} of a file's lines."""
+    found, last = {}, None
+    for i, line in enumerate(lines):
+        if head := HEAD.fullmatch(line):
+            last = found[head[2]] = Region(head[2], len(head[3]), [head[4]], head[1], i + 1)
+        elif last and last.body == i and (more := MORE.fullmatch(line)):
+            last.words.append(more[1])
+            last.body += 1
+        elif last and (tail := TAIL.fullmatch(line)) and tail[1] == last.id:
+            last.end, last = i, None
+    return found
+
+
 @dataclass
 class Question:
-    """A question with its reference answer; `region` is its place in the chapter, if it has one."""
+    """A question and the chapter's answer, a list of lines. A question of code has a region of the
+    chapter; one of accounting has an account, as tests/accounts.toml describes it."""
 
     id: str
     chapter: Path
@@ -123,7 +103,7 @@ class Question:
     hint: str
     answer: list
     region: Region | None = None
-    account: Account | None = None
+    account: dict | None = None
 
     @property
     def minutes(self):
@@ -142,84 +122,68 @@ class Question:
     def heading(self):
         return f"{self.id} {'*' * self.stars:3}"
 
-    def stub(self):
-        """The lines that stand for an answer which is not there yet."""
-        if self.account:
-            return [f"{self.name} = lambda {self.account.letters}: ..."]
-        pad = self.region.indent
-        words = textwrap.wrap(f"{self.id} {self.text}", 88 - len(pad))
-        quoted = lambda line: json.dumps(line, ensure_ascii=False)
-        lines = [pad + "    " + quoted(line + " " * (line is not words[-1])) for line in words]
-        return [f"{pad}raise NotImplementedError(", *lines, f"{pad})"]
-
     @property
-    def name(self):
-        return self.id.replace(".", "_")
+    def stub(self):
+        """The lines that stand where no answer is yet."""
+        if self.account:
+            return [bound(self.id, self.account, "...")]
+        pad = self.region.indent
+        words = textwrap.wrap(f"{self.id} {self.text}", 88 - len(pad), drop_whitespace=False)
+        quoted = [f"{pad}    {json.dumps(line, ensure_ascii=False)}" for line in words]
+        return [f"{pad}raise NotImplementedError(", *quoted, f"{pad})"]
 
     def marked(self, lines):
-        """The region as an exercise file has it: question, lines, end mark; no hint."""
-        first = f"{self.region.indent if self.region else ''}# {self.id} {'*' * self.stars} "
-        rest = first[: first.index("#") + 1].ljust(len(first))
+        """A region as an exercise file has it: the question, lines, the end mark; no hint."""
+        pad = self.region.indent if self.region else ""
+        first = f"{pad}# {self.id} {'*' * self.stars} "
+        rest = f"{pad}#".ljust(len(first))
         head = textwrap.wrap(self.text, 100, initial_indent=first, subsequent_indent=rest)
-        return [*head, *lines, f"{first[: first.index('#')]}# /{self.id}"]
+        return [*head, *lines, f"{pad}# /{self.id}"]
 
 
-def regions(lines):
-    """{id: Region} of a file's lines."""
-    found, last = {}, None
-    for i, line in enumerate(lines):
-        if head := HEAD.fullmatch(line):
-            last = Region(head[2], len(head[3]), [head[4]], head[1], i + 1)
-            found[last.id] = last
-        elif last and last.body == i and (more := MORE.fullmatch(line)):
-            last.words.append(more[1])
-            last.body += 1
-        elif last and (tail := TAIL.fullmatch(line)) and tail[1] == last.id:
-            last.end, last = i, None
-    return found
-
-
-def questions(chapter):
-    """The questions of a chapter in the order in which they build on each other."""
-    lines, found = chapter.read_text().splitlines(), []
-    for region in regions(lines).values():
-        text, _, hint = " ".join(region.words).partition("hint: ")
-        answer = lines[region.body : region.end]
-        where = region.id, chapter, region.stars, text.strip(), hint
-        found.append(Question(*where, answer, region))
-    found.sort(key=lambda question: question.id)
-    for account in reversed(ACCOUNTS):
-        ids = [question.id for question in found]
-        if account.after in ids:
-            where = account.id, chapter, account.stars, account.text, account.hint
-            name = account.id.replace(".", "_")
-            answer = [f"{name} = lambda {account.letters}: {account.answer}"]
-            at = ids.index(account.after) + 1
-            found.insert(at, Question(*where, answer, account=account))
-    return found
+def bound(id, account, expression):
+    """The line that answers a question of accounting."""
+    return f"{id.replace('.', '_')} = lambda {', '.join(account['letters'])}: {expression}"
 
 
 def chapters():
     return sorted(ROOT.glob("0[1-7]_*.py"))
 
 
-def all_questions():
-    return [question for chapter in chapters() for question in questions(chapter)]
+def questions(chapter):
+    """A chapter's questions, in the order in which they build on each other."""
+    lines, found = chapter.read_text().splitlines(), []
+    for region in sorted(regions(lines).values(), key=lambda region: region.id):
+        text, _, hint = " ".join(region.words).partition("hint: ")
+        answer = lines[region.body : region.end]
+        what = region.id, chapter, region.stars, text.strip(), hint, answer
+        found.append(Question(*what, region=region))
+    accounts = tomllib.loads((ROOT / "tests/accounts.toml").read_text())
+    for id, account in reversed(accounts.items()):
+        ids = [question.id for question in found]
+        if account["after"] in ids:
+            answer = [bound(id, account, account["answer"])]
+            what = id, chapter, account["stars"], account["text"], account["hint"], answer
+            found.insert(ids.index(account["after"]) + 1, Question(*what, account=account))
+    return found
+
+
+# ── exercise files ───────────────────────────────────────────────────────────────────────────
 
 
 def exercise(chapter, answers):
     """The text of an exercise file: the chapter with answers[id] in its regions, or else stubs."""
-    text = chapter.read_text()
-    lines, asked = text.splitlines(), questions(chapter)
-    nodes, edits = ast.parse(text).body, []  # an edit: from, to, and the new lines
+    text, asked = chapter.read_text(), questions(chapter)
+    lines, nodes, edits = text.splitlines(), ast.parse(text).body, []
     for question in asked:
-        new = question.marked(answers.get(question.id) or question.stub())
+        new = question.marked(answers.get(question.id) or question.stub)
         if region := question.region:
             edits.append((region.body - len(region.words), region.end + 1, new))
-        else:  # below the function with the question that it follows
-            inside = next(q.region for q in asked if q.id == question.account.after)
+        else:  # below the function that holds the question which it follows
+            inside = next(q.region for q in asked if q.id == question.account["after"])
             end = next(node.end_lineno for node in nodes if node.end_lineno > inside.body)
-            edits.append((max(end, inside.end + 1),) * 2 + (["", "", *new],))
+            below = max(end, inside.end + 1)
+            edits.append((below, below, ["", "", *new]))
     for start, end, new in reversed(sorted(edits, key=lambda edit: edit[:2])):
         lines[start:end] = new
     return "\n".join(lines) + "\n"
@@ -232,26 +196,6 @@ def answers_in(path):
     return {r.id: lines[r.body : r.end] for r in found if r.end is not None}
 
 
-# ── progress: what was found of which lines, kept from one run to the next ───────────────────
-
-
-def digest(lines):
-    return hashlib.sha256("\n".join(line.strip() for line in lines).encode()).hexdigest()[:16]
-
-
-def progress():
-    """{id: [state, digest of the lines that it was found of]}; empty where there is none."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(PROGRESS.read_text()))
-    return {}
-
-
-def record(states):
-    """Keep {id: (state, lines)} beside what is known of other questions."""
-    known = progress() | {id: [state, digest(lines)] for id, (state, lines) in states.items()}
-    write(PROGRESS, json.dumps(known, indent=1) + "\n")
-
-
 def write(path, text):
     """Write a file whole or not at all."""
     path.parent.mkdir(exist_ok=True)
@@ -260,32 +204,57 @@ def write(path, text):
     part.replace(path)
 
 
-def state_of(question, known, answers):
-    """"not started", "marks lost", what the last check found of these lines, or "not checked"."""
-    if not question.exercise.exists():
-        return "not started"
-    lines = answers.get(question.id)
-    if lines is None:
-        return "marks lost"
-    if lines == question.stub():
-        return "not started"
-    state, of = known.get(question.id, (None, None))
-    return state if of == digest(lines) else "not checked"
+def set_aside(path):
+    """Give a learner's file a name with the date, and say which."""
+    aside = path.with_name(f"{path.name}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "_")
+    path.rename(aside)
+    print(f"{path.parent.name}/{aside.name} is your file as it was")
+
+
+# ── progress: what was found of which lines, kept from one run to the next ───────────────────
+
+
+def digest(lines):
+    return hashlib.sha256("\n".join(map(str.strip, lines)).encode()).hexdigest()[:16]
+
+
+def progress():
+    """{id: [state, digest of the lines of which it was found]}; empty if nothing can be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(PROGRESS.read_text()))
+    return {}
+
+
+def record(state, answers):
+    """Keep a state of answers, {id: lines}, beside what is known of others."""
+    known = progress() | {id: [state, digest(lines)] for id, lines in answers.items()}
+    write(PROGRESS, json.dumps(known, indent=1) + "\n")
 
 
 def states(asked):
-    """{id: state} of questions, without running anything."""
-    files = {question.exercise: answers_in(question.exercise) for question in asked}
-    known = progress()
-    return {q.id: state_of(q, known, files[q.exercise]) for q in asked}
+    """{id: state} without grading: what the last check found, if the lines are still the same."""
+    known, now = progress(), {}
+    answers = {path: answers_in(path) for path in {question.exercise for question in asked}}
+    for q in asked:
+        lines = answers[q.exercise].get(q.id)
+        state, of = known.get(q.id, ("", ""))
+        if not q.exercise.exists() or lines == q.stub:
+            now[q.id] = "not started"
+        elif lines is None:
+            now[q.id] = "mark lost"
+        else:
+            now[q.id] = state if of == digest(lines) else "not checked"
+    return now
 
 
-# ── grading: the project's tests, on the chapter with one region replaced ────────────────────
+# ── an answer in its place ───────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Verdict:
-    """What grading found: a state, rows of (label, text) that explain it, and the traceback."""
+    """What was found of an answer: a state, rows of (label, text) that explain it, a traceback."""
 
     question: Question
     state: str
@@ -295,31 +264,32 @@ class Verdict:
 
 
 class Attempt:
-    """A learner's lines in the chapter's place for them, and whose which line then is."""
+    """A learner's lines, from line `start` of their file, in the chapter's place for them."""
 
     def __init__(self, question, lines, start):
         self.question, self.id, self.lines, self.start = question, question.id, lines, start
-        self.file, self.text, self.shown = "", "\n".join(lines), question.shown
+        self.text, self.above, self.file = "\n".join(lines) + "\n", 0, ""
         if region := question.region:
             whole = question.chapter.read_text().splitlines()
             whole[region.body : region.end] = lines
-            self.text = "\n".join(whole) + "\n"
+            self.text, self.above = "\n".join(whole) + "\n", region.body
 
     @property
     def place(self):
+        """The learner's lines, as a reader finds them."""
         first, last = self.start + 1, self.start + len(self.lines)
-        return f"{self.shown}:{first}" + f"-{last}" * (last > first)
-
-    def owner(self, number):
-        """(path, number) as a reader finds line `number`, from 1, of what is graded."""
-        into = number - 1 - (self.question.region.body if self.question.region else 0)
-        if 0 <= into < max(1, len(self.lines)):
-            return self.shown, self.start + into + 1
-        longer = len(self.lines) - len(self.question.answer)
-        return self.question.chapter.name, number - longer * (into >= 0)
+        return f"{self.question.shown}:{first}" + f"-{last}" * (last > first)
 
     def is_mine(self, number):
-        return self.owner(number)[0] == self.shown
+        """Whether line `number`, from 1, of what is graded is the learner's."""
+        return 0 <= number - 1 - self.above < len(self.lines)
+
+    def owner(self, number):
+        """(path, number) of the file in which a reader finds that line."""
+        if self.is_mine(number):
+            return self.question.shown, number - self.above + self.start
+        longer = len(self.lines) - len(self.question.answer)
+        return self.question.chapter.name, number - longer * (number > self.above)
 
     def at(self, number):
         """A line as a reader finds it, with its text."""
@@ -327,7 +297,7 @@ class Attempt:
         return f"{path}:{own}  {self.text.splitlines()[number - 1].strip()}"
 
     def named(self, text):
-        """A traceback whose lines are those of files that a reader can open."""
+        """A traceback with the lines of files that a reader can open."""
         owned = lambda match: 'File "{}", line {}'.format(*self.owner(int(match[1])))
         return re.sub(rf'File "{re.escape(self.file)}", line (\d+)', owned, text)
 
@@ -337,16 +307,15 @@ class Attempt:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(self.text, "answer", "exec")
-        except (SyntaxError, ValueError) as error:
-            number = getattr(error, "lineno", None) or 0
-            seen = 0 < number <= self.text.count("\n") + 1 and self.is_mine(number)
-            rows = [("python", getattr(error, "msg", str(error)))]
-            rows.append(("line", self.at(number) if seen else self.place))
+        except SyntaxError as error:
+            number = error.lineno or 0
+            line = self.at(number) if self.is_mine(number) else self.place
+            rows = [("python", error.msg), ("line", line)]
             return Verdict(self.question, "does not parse", rows)
 
 
 def attempt(question):
-    """The learner's Attempt at a question, or the Verdict that needs no grading."""
+    """The learner's Attempt at a question, or a Verdict where there is nothing to run."""
     if not question.exercise.exists():
         return Verdict(question, "not started")
     lines = question.exercise.read_text().splitlines()
@@ -354,12 +323,14 @@ def attempt(question):
     if region is None or region.end is None:
         lost = f"# /{question.id}" if region else f"# {question.id} {'*' * question.stars} ..."
         says = f"{question.shown} has lost the line {lost}: write it back, or reset {question.id}"
-        return Verdict(question, "marks lost", [("mark", says)])
-    body = lines[region.body : region.end]
-    if body == question.stub():
+        return Verdict(question, "mark lost", [("mark", says)])
+    tried = Attempt(question, lines[region.body : region.end], region.body)
+    if tried.lines == question.stub:
         return Verdict(question, "not started")
-    tried = Attempt(question, body, region.body)
     return tried.refused() or tried
+
+
+# ── grading: a process for each question, and in it the question's tests ─────────────────────
 
 
 def examine(tried, folder, send, patience):
@@ -380,15 +351,16 @@ def examine(tried, folder, send, patience):
 
 
 def predict(tried):
-    """The first layout at which an accounting answer is wrong, as a failure; or None."""
+    """Of an accounting answer, the failure at the first layout at which it is wrong, or None."""
     account, names = tried.question.account, {"math": math}
     try:
         exec(compile(tried.text, tried.file, "exec"), names)
-        for layout in account.layouts:
-            given = dict(zip(account.letters.split(", "), layout))
-            found, expected = names[tried.question.name](**given), account.truth(**given)
+        for layout in account["layouts"]:
+            given = dict(zip(account["letters"], layout))
+            found = names[tried.id.replace(".", "_")](**given)
+            expected = eval(account["truth"], vars(memory_math) | given)
             if found is ...:
-                return "", "NotImplementedError", "", ""
+                return "", "NotImplementedError", tried.id, ""
             number = isinstance(found, int | float) and not isinstance(found, bool)
             if not number or not math.isclose(found, expected, rel_tol=1e-6):
                 at = ", ".join(f"{letter} = {amount(value)}" for letter, value in given.items())
@@ -398,14 +370,14 @@ def predict(tried):
 
 
 def amount(value):
-    """A number as it is read: thousands in groups, and six digits of a small one."""
+    """A number as it is read: thousands in groups, and six digits of one that is not whole."""
     if not isinstance(value, int | float):
         return repr(value)
     return f"{value:,.0f}" if value == int(value) or abs(value) > 1e5 else f"{value:,.6g}"
 
 
-def misjudged(failure, tried):
-    """(state, rows, traceback) of an accounting answer's failure."""
+def mispredicted(failure, tried):
+    """(state, rows, traceback) of the failure of an accounting answer."""
     layout, kind, words, trace = failure
     line = "line", tried.at(1)
     if kind == "NotImplementedError":
@@ -419,29 +391,30 @@ def misjudged(failure, tried):
 
 
 class Trial:
-    """A question while it is graded, in a process group of its own that ends with it."""
+    """A question while it is graded, in a process group that ends with it."""
 
     def __init__(self, tried, patience):
         self.tried, self.started = tried, time.monotonic()
         self.folder = tempfile.TemporaryDirectory()
         tried.file = f"{self.folder.name}/{tried.question.chapter.name}"
         Path(tried.file).write_text(tried.text)
-        self.answer, send = get_context("fork").Pipe(duplex=False)
-        given = tried, self.folder.name, send, patience
-        self.process = get_context("fork").Process(target=examine, args=given)
+        fork = get_context("fork")
+        self.answer, send = fork.Pipe(duplex=False)
+        task = tried, self.folder.name, send, patience
+        self.process = fork.Process(target=examine, args=task)
         self.process.start()
         send.close()
 
     def verdict(self):
-        """Wait for the end of it; a Verdict."""
+        """Wait until it is over; a Verdict."""
         verdict = Verdict(self.tried.question, "solved")
         try:
             passed, failure = self.answer.recv()
-        except EOFError:  # ended by its own time-out, or by the learner's lines
+        except EOFError:  # ended by its time-out, or by the learner's lines
             test, _, stack = Path(self.folder.name, "stack").read_text().partition("\n")
             passed, failure = 0, (test, "Hung", stack, "")
         if failure and self.tried.question.account:
-            verdict.state, verdict.rows, verdict.trace = misjudged(failure, self.tried)
+            verdict.state, verdict.rows, verdict.trace = mispredicted(failure, self.tried)
         elif failure:
             import examiner
 
@@ -462,7 +435,7 @@ class Trial:
 
 
 def ready_to_grade():
-    """Load what the tests need, once: the process of each question is forked from this one."""
+    """Load what tests need, once: the process of each question is forked from this one."""
     os.environ.pop("CHAPTERS", None)
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     try:
@@ -471,21 +444,19 @@ def ready_to_grade():
         raise Refused(f"{error}: python -m pip install -r requirements.txt") from error
 
 
-def grade(attempts, patience, at_once=os.cpu_count() or 1):
-    """Yield the Verdict of each attempt (or Verdict), in order, a few at a time."""
+def grade(attempts, patience):
+    """Yield a Verdict of each attempt, in their order, with one process to a core at a time."""
     if any(isinstance(tried, Attempt) and tried.question.region for tried in attempts):
         ready_to_grade()
-    trials, waiting, done = {}, list(enumerate(attempts)), {}
+    done = {i: tried for i, tried in enumerate(attempts) if isinstance(tried, Verdict)}
+    waiting = [i for i in range(len(attempts)) if i not in done]
+    trials = {}
     try:
         for i in range(len(attempts)):
             while i not in done:
-                while waiting and len(trials) < at_once:
-                    k, tried = waiting.pop(0)
-                    if isinstance(tried, Verdict):
-                        done[k] = tried
-                    else:
-                        trials[k] = Trial(tried, patience)
-                ready = connection.wait([t.answer for t in trials.values()]) if trials else []
+                while waiting and len(trials) < (os.cpu_count() or 1):
+                    trials[waiting[0]] = Trial(attempts[waiting.pop(0)], patience)
+                ready = connection.wait([trial.answer for trial in trials.values()])
                 for k in [k for k, trial in trials.items() if trial.answer in ready]:
                     done[k] = trials.pop(k).verdict()
             yield done[i]
@@ -494,148 +465,130 @@ def grade(attempts, patience, at_once=os.cpu_count() or 1):
             trial.stop()
 
 
+def keep(verdict):
+    """Note what was found of the lines in a learner's file, and pass it on."""
+    lines = answers_in(verdict.question.exercise).get(verdict.question.id)
+    if lines is not None:
+        record(verdict.state, {verdict.question.id: lines})
+    return verdict
+
+
 # ── what the terminal shows ──────────────────────────────────────────────────────────────────
 
-COLOURS = {"solved": 32, "given": 32, "wrong": 31, "hangs": 31, "does not parse": 31}
+GREEN, RED = 32, 31
+COLOURS = dict.fromkeys(DONE, GREEN) | dict.fromkeys(["wrong", "hangs", "does not parse"], RED)
 
 
-def paint(word, text=None):
-    """A text in the colour of a state, where colours are seen."""
-    text = word if text is None else text
-    code = COLOURS.get(word.strip())
-    plain = not code or not sys.stdout.isatty() or "NO_COLOR" in os.environ
-    return text if plain else f"\033[{code}m{text}\033[0m"
+def paint(state, width=0):
+    """A state in its colour, where colours are seen."""
+    plain = state not in COLOURS or not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    padded = state.ljust(width)
+    return padded if plain else f"\033[{COLOURS[state]}m{padded}\033[0m"
 
 
-def shown(verdict, trace=False):
-    """The lines of a verdict."""
-    question = verdict.question
-    lines = [f"  {question.heading}  {paint(verdict.state)}"]
-    if verdict.state not in (*DONE, "not started"):
-        lines += textwrap.wrap(question.text, 92, initial_indent="    ", subsequent_indent="    ")
-        for label, text in verdict.rows:
-            lines.append(f"    {label:9} {text}")
+def told(verdict, trace=False):
+    """The lines that tell a verdict."""
+    question, lines = verdict.question, []
+    if verdict.rows:
+        lines += textwrap.wrap(question.text, 92)
+        lines += [f"{label:9} {text}" for label, text in verdict.rows]
     if trace and verdict.trace:
-        lines += ["", textwrap.indent(verdict.trace.rstrip(), "    "), ""]
-    return "\n".join(lines)
+        lines += ["", *verdict.trace.rstrip().splitlines(), ""]
+    head = f"  {question.heading}  {paint(verdict.state)}"
+    return "\n".join([head, *(f"    {line}".rstrip() for line in lines)])
 
 
-def bar(asked, now, width=24):
-    """A progress bar over questions in their states."""
-    done = sum(now[question.id] in DONE for question in asked)
-    full = round(width * done / len(asked))
-    return f"[{'#' * full}{'.' * (width - full)}] {done} of {len(asked)}"
+def bar(now, width=24):
+    """A progress bar over {id: state}."""
+    done = sum(state in DONE for state in now.values())
+    full = width * done // len(now)
+    return f"[{'#' * full}{'.' * (width - full)}] {done} of {len(now)}"
 
 
-def beside(question, lines):
-    """The chapter's lines beside the learner's, or above them where the terminal is narrow."""
-    flush = lambda part: textwrap.dedent("\n".join(part)).splitlines()
-    yours, ours = flush(lines), flush(question.answer)
-    left, right = (max(map(len, part), default=0) for part in (yours, ours))
-    titles = str(question.exercise.relative_to(ROOT)), question.chapter.name
+def beside(question):
+    """The chapter's lines beside the learner's, or below them where the terminal is narrow."""
+    given = answers_in(question.exercise).get(question.id, ["(nothing yet)"])
+    flush = lambda lines: textwrap.dedent("\n".join(lines)).splitlines()
+    yours = [question.shown, "", *flush(given)]
+    ours = [question.chapter.name, "", *flush(question.answer)]
+    left, right = (max(map(len, part)) for part in (yours, ours))
     if left + right + 3 > shutil.get_terminal_size((100, 24)).columns:
-        parts = [[f"── {title}", *part] for title, part in zip(titles, (yours, ours))]
-        return "\n".join([*parts[0], "", *parts[1]])
-    left = max(left, len(titles[0]))
-    rows = [titles, ("─" * left, "─" * right)]
+        return "\n".join(["", *yours, "", *ours])
     height = max(len(yours), len(ours))
-    rows += zip(yours + [""] * (height - len(yours)), ours + [""] * (height - len(ours)))
-    return "\n".join(f"{a:{left}} │ {b}".rstrip() for a, b in rows)
+    yours, ours = (part + [""] * (height - len(part)) for part in (yours, ours))
+    return "\n".join(["", *(f"{a:{left}} │ {b}".rstrip() for a, b in zip(yours, ours))])
 
 
 def next_step(asked, now):
-    """A line that says what to do."""
-    open_ = [question for question in asked if now[question.id] not in DONE]
-    if not open_:
-        return "everything is solved"
-    first, number = open_[0], open_[0].chapter.name[:2]
+    """What to do, in a line."""
+    first = next((question for question in asked if now[question.id] not in DONE), None)
+    if first is None:
+        return "all of it is solved"
+    number = first.chapter.name[:2]
     if not first.exercise.exists():
         return f"next: read {first.chapter.name}, then python workshop.py start {number}"
     return f"next: {first.id}, with python workshop.py watch {number}"
 
 
-def table():
-    """The questions as Markdown, for WORKSHOP.md."""
-    rows = ["| | stars | minutes | question |", "|---|---|---|---|"]
-    for chapter in chapters():
-        asked = questions(chapter)
-        total = sum(question.minutes for question in asked)
-        rows.append(f"| **{chapter.name}** | | {total} | |")
-        for q in asked:
-            text = q.text.replace("|", "\\|").replace("*", "\\*")
-            rows.append(f"| {q.id} | {q.stars} | {q.minutes} | {text} |")
-    return "\n".join(rows)
-
-
 # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
 
-class Refused(Exception):
-    """What cannot be done, in a sentence."""
+def find(word):
+    """The questions that a word names: one ("Q3.2"), or those of a chapter ("03", "03_tp.py")."""
+    asked = [question for chapter in chapters() for question in questions(chapter)]
+    named = [question for question in asked if question.id.lower() == word.lower()]
+    if not named and (chapter := re.fullmatch(r"(0[1-7])(_\w+)?(\.py)?", word)):
+        named = [question for question in asked if question.chapter.name.startswith(chapter[1])]
+    if not named:
+        known = ", ".join(chapter.name[:2] for chapter in chapters())
+        raise Refused(f"{word} is no question, such as Q1.2, and no chapter: {known}")
+    return named
 
 
-def find(word, asked):
-    """The questions that a word names: those of a chapter ("03", "3", "03_tp"), or one ("Q3.2")."""
-    known = [question for question in asked if question.id.lower() == word.lower()]
-    if not known and re.fullmatch(r"0?[1-7](_\w+)?(\.py)?", word):
-        number = word.lstrip("0")[0]
-        known = [q for q in asked if q.chapter.name[1] == number]
-    if not known:
-        names = ", ".join(chapter.name[:2] for chapter in chapters())
-        raise Refused(f"{word}: neither a question, such as Q1.2, nor a chapter: {names}")
-    return known
-
-
-def one(word, asked):
-    """The question that a word names; a chapter's name means its first open one."""
-    found = find(word, asked)
-    now = states(found)
-    return next((q for q in found if now[q.id] not in DONE), found[0])
+def first_open(asked):
+    """The first question that is not solved, or None."""
+    now = states(asked)
+    return next((question for question in asked if now[question.id] not in DONE), None)
 
 
 def overview(asked):
-    """List what there is and what is solved."""
+    """List questions, and what is solved."""
     now = states(asked)
     for chapter in chapters():
         own = [question for question in asked if question.chapter == chapter]
         if own:
-            print(f"{chapter.name:22} {bar(own, now)}")
+            print(f"{chapter.name:22}{bar({question.id: now[question.id] for question in own})}")
         for q in own:
-            print(f"  {q.heading}  {paint(now[q.id], f'{now[q.id]:11}')}  {q.minutes:2} min  "
-                  f"{textwrap.shorten(q.text, 100, placeholder=' ...')}")  # fmt: skip
+            text = textwrap.shorten(q.text, 80, placeholder=" ...")
+            print(f"  {q.heading}  {paint(now[q.id], 14)}  {q.minutes:2} min  {text}")
     print(next_step(asked, now))
     return 0
 
 
-def set_aside(path):
-    """Move a learner's file to a name with the date. Returns that name."""
-    aside = path.with_name(f"{path.name}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
-    while aside.exists():
-        aside = aside.with_name(aside.name + "_")
-    path.rename(aside)
-    return aside.relative_to(ROOT)
+def table(asked):
+    """Print the questions as Markdown, for WORKSHOP.md."""
+    print("| question | stars | minutes | |\n|---|---|---|---|")
+    for q in asked:
+        print(f"| {q.id} | {q.stars} | {q.minutes} | {q.text.replace('|', chr(92) + '|')} |")
+    return 0
 
 
 def start(asked, only, again):
-    """Write an exercise file."""
-    path, chapter = asked[0].exercise, asked[0].chapter
-    shown_path = path.relative_to(ROOT)
-    if only and only not in asked:
-        raise Refused(f"--question {only.id} is not one of {chapter.name}")
+    """Write a chapter's exercise file."""
+    path, number = asked[0].exercise, asked[0].chapter.name[:2]
     if path.exists() and not again:
         raise Refused(
-            f"{shown_path} is there already: start {chapter.name[:2]} --again begins anew and "
-            f"keeps a dated copy; reset {(only or asked[0]).id} empties one question"
+            f"{asked[0].shown} is there already: start {number} --again starts over and keeps a "
+            f"dated copy; reset {asked[0].id} empties one question"
         )
     if path.exists():
-        print(f"{set_aside(path)} is {shown_path} as it was")
-    given = [question for question in asked if only and question is not only]
-    write(path, exercise(chapter, {question.id: question.answer for question in given}))
-    record({question.id: ("given", question.answer) for question in given})
-    left = [only] if only else asked
-    minutes = sum(question.minutes for question in left)
-    print(f"wrote {shown_path}: {len(left)} to answer, about {minutes} minutes")
-    print(f"next: python workshop.py watch {chapter.name[:2]}")
+        set_aside(path)
+    given = {question.id: question.answer for question in asked if only and question.id != only}
+    write(path, exercise(asked[0].chapter, given))
+    record("given", given)
+    minutes = sum(question.minutes for question in asked if question.id not in given)
+    print(f"wrote {asked[0].shown}: {len(asked) - len(given)} to answer, some {minutes} minutes")
+    print(f"next: python workshop.py watch {number}")
     return 0
 
 
@@ -643,10 +596,10 @@ def reset(question):
     """Empty one question; all other answers stay."""
     path = question.exercise
     if not path.exists():
-        raise Refused(f"{path.relative_to(ROOT)} is not there: start {question.chapter.name[:2]}")
+        raise Refused(f"{question.shown} is not there: start {question.chapter.name[:2]}")
     answers = answers_in(path)
     answers.pop(question.id, None)
-    print(f"{set_aside(path)} is {path.relative_to(ROOT)} as it was")
+    set_aside(path)
     write(path, exercise(question.chapter, answers))
     print(f"{question.id} is empty again")
     return 0
@@ -654,31 +607,23 @@ def reset(question):
 
 def check(asked, patience, trace=False, as_json=False):
     """Grade questions; 0 if all are solved."""
-    now = states(asked)
-    given = lambda q: Verdict(q, "given") if now[q.id] == "given" else attempt(q)
-    verdicts, chapter = [], None
-    for verdict in grade([given(question) for question in asked], patience):
-        keep(verdict)
+    now, verdicts, path = states(asked), [], None
+    given = lambda question: now[question.id] == "given"
+    attempts = [Verdict(q, "given") if given(q) else attempt(q) for q in asked]
+    for verdict in map(keep, grade(attempts, patience)):
         verdicts.append(verdict)
-        if not as_json:
-            if verdict.question.chapter != chapter:
-                chapter = verdict.question.chapter
-                print(verdict.question.exercise.relative_to(ROOT))
-                warn_outside(verdict.question)
-            print(shown(verdict, trace), flush=True)
-    now = {verdict.question.id: verdict.state for verdict in verdicts}
+        now[verdict.question.id] = verdict.state
+        if as_json:
+            continue
+        if path != verdict.question.shown:
+            path = verdict.question.shown
+            print(path + differs_outside(verdict.question))
+        print(told(verdict, trace), flush=True)
     if as_json:
         print(json.dumps([as_record(verdict) for verdict in verdicts], indent=1))
     else:
-        print(f"{bar(asked, now)}   {next_step(asked, now)}")
+        print(f"{bar(now)}   {next_step(asked, now)}")
     return int(any(state not in DONE for state in now.values()))
-
-
-def keep(verdict):
-    """Note what was found of a learner's lines."""
-    lines = answers_in(verdict.question.exercise).get(verdict.question.id)
-    if lines is not None:
-        record({verdict.question.id: (verdict.state, lines)})
 
 
 def as_record(verdict):
@@ -687,67 +632,84 @@ def as_record(verdict):
     return what | dict(state=verdict.state, seconds=round(verdict.seconds, 1)) | dict(verdict.rows)
 
 
-def warn_outside(question):
-    """Say where a learner's file differs from the chapter outside the marks."""
+def differs_outside(question):
+    """A note if a learner's file is no longer the chapter's outside the marks."""
     path = question.exercise
-    if path.exists() and path.read_text() != exercise(question.chapter, answers_in(path)):
-        print(f"  note: outside the marks it is not {question.chapter.name} any more; only what "
-              "stands between them is graded")  # fmt: skip
+    if not path.exists() or path.read_text() == exercise(question.chapter, answers_in(path)):
+        return ""
+    return f"   outside the marks it is not {question.chapter.name} any more: that is not graded"
+
+
+# ── watch ────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
 def keys():
-    """A function that returns the next key within so many seconds, or None; "" at end of input.
-    From a terminal it needs no Enter."""
-    terminal = sys.stdin.isatty()
-    if terminal:
+    """A function that waits so many seconds for a key, or for one of some files to be readable,
+    and returns the key, "" at the end of input, or None. A terminal needs no Enter."""
+    settings = None
+    if sys.stdin.isatty():
         import termios
         import tty
 
-        before = termios.tcgetattr(sys.stdin)
+        settings = termios.tcgetattr(sys.stdin)
         tty.setcbreak(sys.stdin)
 
-    def key(seconds, *also):
-        ready, _, _ = select.select([sys.stdin.fileno(), *also], [], [], seconds)
-        if sys.stdin.fileno() not in ready:
-            return None
-        return os.read(sys.stdin.fileno(), 1).decode(errors="ignore")
+    def key(seconds, *files):
+        ready, _, _ = select.select([sys.stdin, *files], [], [], seconds)
+        if sys.stdin in ready:
+            return os.read(sys.stdin.fileno(), 1).decode(errors="ignore")
 
     try:
         yield key
     finally:
-        if terminal:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        if settings:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
 
 
 class Watch:
-    """`watch`: grade the first open question of a chapter again at each save of its file."""
+    """Grades the first open question of a chapter at each save of its exercise file."""
 
-    HELP = "h hint · l list · c check all · s show the chapter's lines · r reset · q quit"
+    KEYS = "h hint · s show the chapter's lines · l list · c check all · r reset · q quit"
 
     def __init__(self, asked, patience):
-        self.asked, self.patience = asked, patience
-        self.path, self.trial, self.seen = asked[0].exercise, None, None
-        if not self.path.exists():
+        self.asked, self.patience, self.question = asked, patience, first_open(asked)
+        self.trial, self.seen = None, None
+        if not asked[0].exercise.exists():
             number = asked[0].chapter.name[:2]
-            raise Refused(f"{self.path.relative_to(ROOT)} is not there: start {number}")
+            raise Refused(f"{asked[0].shown} is not there: start {number}")
         ready_to_grade()
-        self.question = self.first_open()
 
-    def first_open(self):
-        now = states(self.asked)
-        return next((q for q in self.asked if now[q.id] not in DONE), None)
+    def run(self):
+        """Until q, or until all is solved."""
+        try:
+            with keys() as key:
+                while self.question:
+                    if self.saved():
+                        self.begin()
+                    pressed = key(0.2, *([self.trial.answer] if self.trial else []))
+                    if self.trial and self.trial.answer.poll():
+                        verdict = self.trial.verdict()
+                        self.trial = None
+                        self.tell(verdict)
+                    if pressed is not None and self.press(pressed):
+                        return 0
+            print(f"all of {self.asked[0].shown} is solved")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.end()
+        return 0
 
     def saved(self):
         """Whether the file changed since the last call."""
-        with suppress(OSError):  # an editor may be replacing it
-            stat = self.path.stat()
+        with suppress(OSError):  # an editor may be about to replace it
+            stat = self.question.exercise.stat()
             before, self.seen = self.seen, (stat.st_mtime_ns, stat.st_size)
             return before != self.seen
-        return False
 
     def begin(self):
-        """Grade the question as the file has it now; what was running is out of date."""
+        """Grade the question as it is now: a grading of how it was is of no use."""
         self.end()
         tried = attempt(self.question)
         if isinstance(tried, Verdict):
@@ -758,71 +720,39 @@ class Watch:
     def end(self):
         if self.trial:
             self.trial.stop()
-            self.trial = None
+        self.trial = None
 
     def tell(self, verdict):
         """Show a verdict, and what can be done now."""
         keep(verdict)
         if sys.stdout.isatty():
             print("\033[2J\033[H", end="")
-        print(f"{self.path.relative_to(ROOT)}   {bar(self.asked, states(self.asked))}\n")
-        if verdict.state == "not started":
-            print(textwrap.fill(f"{self.question.heading}  {self.question.text}", 96))
-            print(f"\nanswer it between its marks in {self.path.relative_to(ROOT)}, and save")
-        else:
-            print(shown(verdict))
+        print(f"{verdict.question.shown}   {bar(states(self.asked))}\n\n{told(verdict)}")
         if verdict.state == "solved":
-            self.show()
-            print("\nn next · " + self.HELP, flush=True)
-        else:
-            print("\n" + self.HELP, flush=True)
-
-    def show(self):
-        print("\n" + beside(self.question, answers_in(self.path).get(self.question.id, [])))
+            print(beside(self.question))
+        elif not verdict.rows:
+            print(textwrap.fill(self.question.text, 96) + "\n\nanswer it between its marks, and save")
+        print("\n" + "n next · " * (verdict.state == "solved") + self.KEYS, flush=True)
 
     def press(self, key):
-        """Do what a key asks for; True if it is to quit."""
+        """Do what a key asks for; True if that is to quit."""
         if key in ("q", "", "\x04"):
             return True
         if key == "h":
-            print(f"hint: {self.question.hint}", flush=True)
+            print(f"hint: {self.question.hint}")
+        elif key == "s":
+            print(beside(self.question))
         elif key == "l":
             overview(self.asked)
         elif key == "c":
             self.end()
             check(self.asked, self.patience)
-        elif key == "s":
-            self.show()
         elif key == "r":
             self.end()
             reset(self.question)
         elif key == "n" and states([self.question])[self.question.id] in DONE:
-            self.question = self.first_open()
-            if self.question is None:
-                print(f"all of {self.path.relative_to(ROOT)} is solved", flush=True)
-                return True
-            self.seen = None
-
-    def run(self):
-        """Until q, or until all is solved."""
-        if self.question is None:
-            print(f"all of {self.path.relative_to(ROOT)} is solved")
-            return 0
-        try:
-            with keys() as key:
-                while True:
-                    if self.saved():
-                        self.begin()
-                    pressed = key(0.2, *([self.trial.answer] if self.trial else []))
-                    if self.trial and self.trial.answer.poll():
-                        trial, self.trial = self.trial, None
-                        self.tell(trial.verdict())
-                    if pressed is not None and self.press(pressed):
-                        return 0
-        except KeyboardInterrupt:
-            return 0
-        finally:
-            self.end()
+            self.question, self.seen = first_open(self.asked), None
+        sys.stdout.flush()
 
 
 def build_parser():
@@ -831,55 +761,56 @@ def build_parser():
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add = lambda name, help: commands.add_parser(name, help=help)
-    starts = add("start", "write a chapter's exercise file")
-    starts.add_argument("what", metavar="CHAPTER")
-    starts.add_argument("--question", metavar="Q3.2", help="empty only this one")
-    starts.add_argument("--again", action="store_true", help="start over, keeping a dated copy")
-    checks = add("check", "grade a chapter, a question, or all that was started")
-    checks.add_argument("what", metavar="CHAPTER", nargs="?")
-    checks.add_argument("--json", action="store_true", help="for programs")
-    checks.add_argument("--trace", action="store_true", help="with tracebacks")
-    watches = add("watch", "grade the first open question at each save")
-    watches.add_argument("what", metavar="CHAPTER")
-    for graded in checks, watches:
-        graded.add_argument("--timeout", type=float, default=10, help="seconds ranks may wait")
-    for name, help in (("hint", "a nudge"), ("show", "the chapter's lines beside yours"),
-                       ("reset", "empty a question again")):  # fmt: skip
-        add(name, help).add_argument("what", metavar="QUESTION")
+    started = add("start", "write a chapter's exercise file")
+    started.add_argument("what", metavar="CHAPTER")
+    started.add_argument("--question", metavar="Q3.2", help="empty only this one")
+    started.add_argument("--again", action="store_true", help="start over, keeping a dated copy")
+    watched = add("watch", "grade the first open question at each save")
+    watched.add_argument("what", metavar="CHAPTER")
+    checked = add("check", "grade a chapter, a question, or all that was started")
+    checked.add_argument("what", metavar="CHAPTER", nargs="?")
+    checked.add_argument("--trace", action="store_true", help="with tracebacks")
+    checked.add_argument("--json", action="store_true", help="for an instructor's program")
+    for graded in watched, checked:
+        graded.add_argument("--timeout", type=float, default=10, help="seconds that ranks may wait")
+    add("hint", "a nudge").add_argument("what", metavar="QUESTION")
+    add("show", "the chapter's lines beside yours").add_argument("what", metavar="QUESTION")
+    add("reset", "empty a question again").add_argument("what", metavar="QUESTION")
     add("table", "all questions, as WORKSHOP.md has them")
     return parser
 
 
 def run(args):
-    """Do what was asked; the exit status."""
-    asked = all_questions()
-    if args.command is None:
-        return overview(asked)
-    if args.command == "table":
-        print(table())
-        return 0
-    if args.command == "check":
-        given = find(args.what, asked) if args.what else [q for q in asked if q.exercise.exists()]
-        if not given:
+    """Do what was asked; returns the exit status."""
+    everything = [question for chapter in chapters() for question in questions(chapter)]
+    if args.command in (None, "table"):
+        return table(everything) if args.command else overview(everything)
+    if args.command == "check" and not args.what:
+        asked = [question for question in everything if question.exercise.exists()]
+        if not asked:
             raise Refused("nothing was started yet: python workshop.py start 01")
-        return check(given, args.timeout, args.trace, args.json)
+    else:
+        asked = find(args.what)
+    if args.command == "check":
+        return check(asked, args.timeout, args.trace, args.json)
+    if args.command in ("start", "watch"):
+        asked = questions(asked[0].chapter)  # of a question, the chapter
     if args.command == "start":
-        only = one(args.question, asked) if args.question else None
-        return start(find(args.what, asked), only, args.again)
+        if args.question and args.question not in [question.id for question in asked]:
+            raise Refused(f"--question {args.question} is not in {asked[0].chapter.name}")
+        return start(asked, args.question, args.again)
     if args.command == "watch":
-        return Watch(find(args.what, asked), args.timeout).run()
-    question = one(args.what, asked)
+        return Watch(asked, args.timeout).run()
+    question = first_open(asked) or asked[0]
     if args.command == "reset":
         return reset(question)
     print(textwrap.fill(f"{question.heading}  {question.text}", 96))
-    if args.command == "hint":
-        print(f"hint: {question.hint}")
-    else:
-        print("\n" + beside(question, answers_in(question.exercise).get(question.id, [])))
+    print(f"hint: {question.hint}" if args.command == "hint" else beside(question))
     return 0
 
 
 def main(argv=None):
+    """Exit status: 0 done, and all solved; 1 not all solved; 2 refused, in a sentence."""
     try:
         return run(build_parser().parse_args(argv))
     except Refused as refused:
