@@ -14,7 +14,7 @@ holds 1/n of them there, for norms, dropout and the residual stream, and the sum
     regather    and all-gather once more      the reverse              10    (4D + 2)/n   + R/n
     overlap     as regather, in chunks that travel while others are multiplied
     sent: by a rank for a layer, in (n-1)/n · B·S·D.  R = 2(H + K)d + H + 4F: q, k, v, the result
-    and its normaliser; gate, up, silu, product.  A rank holds 1/n of each matrix.
+    and its normaliser; gate, up, silu, product.  Held: 1/n of each matrix, all of norms.
 
     python 03_tp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 03_tp.py     the same, started by torchrun
@@ -384,7 +384,8 @@ def wait(param, later):
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b. Of an x gathered from `own` over `group`, own is kept, and gathered once more."""
+    """x Wᵀ + b. Of an x gathered from `own` over `group`, own is kept and gathered once more: if
+    weights wait, by their closure, and all ranks must call these in one order."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, later, own=None, group=None):
@@ -519,9 +520,11 @@ class RowParallelLinear(nn.Module):
         else:
             combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
             y = combine(_Linear.apply(x, *given), self.group)
-        # Q3.2 * y is the ranks' sum. Why is b not given to _Linear above, and what of it here?
+        # Q3.2 * y is the sum over ranks, and every rank has b. When is it added, and not earlier?
         #        hint: n times a bias is a bias too; it would train, and differ from one process
-        return y if self.bias is None else y + wait(self.bias, later)
+        if self.bias is not None:
+            y = y + wait(self.bias, later)
+        return y
         # /Q3.2
 
 
@@ -964,26 +967,28 @@ def plot(c, args, group, device):
     """Draw what a block keeps for backward on tp 1, 2, 4 ... of these ranks, beside its formula."""
     from matplotlib.figure import Figure
 
-    sizes = [2**k for k in range(dist.get_world_size(group).bit_length())]
     looks = {"off": ("SP off", "#0b3c5d"), "keep": ("SP, gathered inputs kept", "#d9822b"),
              "regather": ("SP, gathered again in backward", "#cfe3f2")}  # fmt: skip
+    kept, sizes = {}, [2**k for k in range(dist.get_world_size(group).bit_length())]
+    for n in sizes:
+        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout or 20))
+        for sp in looks if dist.get_rank(group) < n else ():
+            kept[n, sp] = check_saved(c, some, device, sp, args.batch, args.sequence)
+    if dist.get_rank(group):
+        return
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for k, n in enumerate(sizes):
-        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout or 20))
-        for i, (sp, (label, color)) in enumerate(looks.items() if dist.get_rank(group) < n else ()):
-            pair = check_saved(c, some, device, sp, args.batch, args.sequence)
-            measured, formula = (number / 2**20 for number in pair)
-            at, label = k + 0.27 * (i - 1), "" if k else label
-            axes.bar(at, measured, 0.25, color=color, ec="black", lw=0.6, label=label)
-            axes.plot(at, formula, "kx", ms=5, label="" if k or i < 2 else "formula")
+    for i, (sp, (label, color)) in enumerate(looks.items()):
+        measured, formula = ([b / 2**20 for b in row] for row in zip(*(kept[n, sp] for n in sizes)))
+        at = [k + 0.27 * (i - 1) for k in range(len(sizes))]
+        axes.bar(at, measured, 0.25, color=color, ec="black", lw=0.6, label=label)
+        axes.plot(at, formula, "kx", ms=5, label="formula" if i == 2 else None)
     axes.set_xticks(range(len(sizes)), [f"tp {n}" for n in sizes])
     axes.set(title="Activations of a block that a rank keeps for backward", ylabel="MiB")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    if dist.get_rank(group) == 0:
-        figure.savefig(args.plot, dpi=120)
-    say(f"drew {args.plot}")
+    figure.savefig(args.plot, dpi=120)
+    print(f"drew {args.plot}")
 
 
 def main(args, device):
@@ -1190,8 +1195,9 @@ def _rank(local, ranks, main, args, folder=None):
         else:  # a restarted attempt must not read the addresses of the one before
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.timeout))
-        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        given = dict(store=store, rank=rank, world_size=ranks)
+        patience, backend = timedelta(seconds=args.timeout), "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=patience, **given)
         code = main(args, device)
         dist.destroy_process_group()
     except Exception as error:
