@@ -12,23 +12,25 @@ gradients, so one all-reduce of the gradients makes n small steps equal to one b
     all_reduce_flat            one            2(n-1)/n · P         2P: the tensors, their copy
     DataParallel               one a bucket   2(n-1)/n · P         P: tensors are views of buckets
       and K micro-batches      the same       the same, not K of them
-    gather_and_broadcast       2(n-1)         (n-1) · P on rank 0  3P on rank 0
-    ring_all_reduce            2(n-1)         2(n-1)/n · P         2P + P/n
+    all_reduce_flat, by gather_and_broadcast  (n-1) · P on rank 0  3P on rank 0
+    all_reduce_flat, by ring_all_reduce       2(n-1)/n · P         2P + P/n
 
     python 01_dp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 01_dp.py     the same, started by torchrun
 
-Guide: Data Parallelism · DP and gradient overlap · Gradient accumulation. Three of its figures do
-not hold. "N x 4 bytes per GPU" is the payload; a ring sends 2(n-1)/n of it: 490 GB for 70 B fp32
-gradients on 8 GPUs. That takes 1.1 s at NVLink's 450 GB/s each way, not 30 ms. And a 7 B model
-does not fit an 80 GB GPU under pure data parallelism: its state is 16 bytes a parameter, 112 GB.
+Guide: Data Parallelism · DP and gradient overlap · gradient_as_bucket_view · Gradient accumulation.
+Some of it does not hold. "N x 4 bytes per GPU" is the payload; a ring sends 2(n-1)/n of it: 490 GB
+for 70 B fp32 gradients on 8 GPUs, in 1.1 s at NVLink's 450 GB/s each way, not in 30 ms. A 7 B model
+does not fit an 80 GB GPU under pure data parallelism: weights, gradients and mixed-precision Adam
+are 16 bytes a parameter, 112 GB. Its accumulation loop adds up mean losses, which makes gradients K
+times too large. It names 25-50 MB and 50-100 MB as good buckets: measure yours (--plot).
 
 Questions  Q1.1 * what divides the loss?        Q1.2 * which tensors must start equal?
            Q1.3 ** when may a bucket leave?     Q1.4 ** which micro-batch sends?
            Q1.5 *** which chunk goes round?     Q1.6 *** and which comes home?
 """
 # B samples of the step · b on this rank · S bytes of a sample · D width · V vocabulary (256)
-# P parameters · n ranks · K micro-batches
+# P parameters, or bytes of them · n ranks · K micro-batches
 
 import argparse
 import hashlib
@@ -36,6 +38,8 @@ import inspect
 import logging
 import math
 import os
+import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -200,8 +204,9 @@ class DataParallel(nn.Module):
     get no gradient on some rank (it counts as zero there).
 
     Its parameters start as rank 0's. Call `finish_gradient_synchronization()` between the last
-    backward and the step. Without reduce_dtype a `.grad` is a view of its bucket, not a copy.
-    Buffers are made equal at the start only; DistributedDataParallel sends them at each forward.
+    backward and the step, and zero the gradients after it: what is left is summed once more.
+    Without reduce_dtype a `.grad` is a view of its bucket, and zero_grad(set_to_none=False) leaves
+    it one. Buffers are made equal at the start only, not before each forward.
     Source: Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2.
     """
 
@@ -379,10 +384,12 @@ def after_backward(reduce, own_divisor=False, every_time=False):
             if own_divisor:
                 own = sum((y_bS != -1).sum() for _, y_bS in micro_batches)
                 valid = own * dist.get_world_size(group)
+            loss = 0
             for k, (x_bS, y_bS) in enumerate(micro_batches, start=1):
-                loss_and_gradients(model, x_bS, y_bS, valid)
+                loss = loss + loss_and_gradients(model, x_bS, y_bS, valid)
                 if every_time or k == len(micro_batches):
                     reduce(model, group)
+            return loss
 
         return step
 
@@ -411,14 +418,15 @@ def proof_batch(n, device, K=3):
     return [list(zip(x.tensor_split(K), y.tensor_split(K))) for x, y in parts]
 
 
-def serial_gradients(shares):
-    """The twin: on one process, the sum of the gradients of (model, batch, divisor) shares."""
-    total = []
+def serial(shares):
+    """The twin: on one process, (loss, gradients) added up over (model, batch, divisor) shares."""
+    losses, gradients = [], []
     for model, (x_bS, y_bS), divisor in shares:
-        model.zero_grad()
-        loss_and_gradients(model, x_bS, y_bS, divisor)
-        total.append([param.grad for param in model.parameters()])
-    return [torch.stack(gradients).sum(0) for gradients in zip(*total)]
+        logits_bVS = model(x_bS).transpose(1, 2)
+        lost_bS = F.cross_entropy(logits_bVS, y_bS, ignore_index=-1, reduction="none")
+        losses.append(lost_bS.sum() / divisor)
+        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    return sum(losses).detach(), [torch.stack(parts).sum(0) for parts in zip(*gradients)]
 
 
 def off(found, wanted):
@@ -448,8 +456,8 @@ def storages_sent():
 def check(rung, group, device, own_start=False):
     """One step of a rung on this rank's micro-batches, beside the twin on all of them.
 
-    Returns the gradients, and the bytes that this rank sent, and that its gradients and what it
-    sent them from take. own_start seeds every rank apart.
+    Returns the loss of all ranks and the gradients, and the bytes that this rank sent, and that its
+    gradients and what it sent them from take. own_start seeds every rank apart.
     """
     n, r = dist.get_world_size(group), dist.get_rank(group)
     batch = proof_batch(n, device)
@@ -457,12 +465,14 @@ def check(rung, group, device, own_start=False):
     model = tiny_model(device, seed=r if own_start else 0)
     step = rung(model, group)
     with Ledger() as ledger, storages_sent() as held:
-        step(batch[r], valid)
+        loss = step(batch[r], valid)
+    # all_reduce(SUM) over dp, 1: the shares of the loss
+    dist.all_reduce(loss, group=group)
     gradients = [param.grad for param in model.parameters()]
     for storage in (gradient.untyped_storage() for gradient in gradients):
         held[storage.data_ptr()] = storage
     sent = sum(ledger.sent.values())
-    return gradients, sent, sum(storage.nbytes() for storage in held.values())
+    return [loss, *gradients], sent, sum(storage.nbytes() for storage in held.values())
 
 
 def ladder(P, n, r):
@@ -487,11 +497,13 @@ def proof(group, device):
     n, r = dist.get_world_size(group), dist.get_rank(group)
     batch, model = proof_batch(n, device), tiny_model(device)
     total = sum((y != -1).sum() for part in batch for _, y in part)
-    wanted = serial_gradients([(model, b, total) for part in batch for b in part])
+    whole = [torch.cat(tensors) for tensors in zip(*(b for part in batch for b in part))]
+    wanted_loss, wanted = serial([(model, whole, total)])
     P = sum(param.nbytes for param in model.parameters())
     for name, rung, sent, held in ladder(P, n, r):
-        gradients, sent_here, held_here = check(rung, group, device)
-        yield Row(name, off(gradients, wanted), (sent_here, sent), (held_here, held))
+        found, sent_here, held_here = check(rung, group, device)
+        error = off(found, [wanted_loss, *wanted])
+        yield Row(name, error, (sent_here, sent), (held_here, held))
 
     own = tiny_model(device, seed=r)
     with Ledger() as ledger:
@@ -499,8 +511,8 @@ def proof(group, device):
     start_error = off(own.parameters(), model.parameters())
     yield Row("broadcast_parameters", start_error, (ledger.sent["broadcast"], (n - 1) / n * P))
     for name, rung, shares in wrong_on_purpose(batch, total, model) if n > 1 else ():
-        gradients, _, _ = check(rung, group, device, own_start="apart" in name)
-        predicted = off(serial_gradients(shares), wanted)
+        (_, *gradients), _, _ = check(rung, group, device, own_start="apart" in name)
+        predicted = off(serial(shares)[1], wanted)
         yield Row(name, off(gradients, wanted), wrong=predicted)
 
 
@@ -518,8 +530,8 @@ def wrong_on_purpose(batch, total, model):
         [(model, b, n * count) for part, count in zip(batch, counts) for b in part],
     )  # fmt: skip
     yield (
-        "sync switched off too late", after_backward(all_reduce_gradients, every_time=True),
-        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],
+        "every micro-batch is summed", after_backward(all_reduce_gradients, every_time=True),
+        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],  # K = 3
     )  # fmt: skip
 
 
@@ -552,9 +564,9 @@ class Flights:
             )
 
     def _timed_launch(self, bucket):
-        self._launch(bucket)
         flight = [time.perf_counter(), None]
         self.buckets.append(flight)
+        self._launch(bucket)
         land = lambda _: flight.__setitem__(1, time.perf_counter())
         bucket.work.get_future().then(land)
 
@@ -576,38 +588,42 @@ def train_step(parallel, optimizer, batch, K, group):
     valid = valid_tokens(y_bS, group)
     loss = accumulate(parallel, zip(x_bS.tensor_split(K), y_bS.tensor_split(K)), valid)
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
     dist.all_reduce(loss, group=group)
     return loss.item()
 
 
-def build(args, group, device):
+def build(bucket_mb, group, device):
     """The model of the run, its ranks seeded apart and brought together, and its optimizer."""
     torch.manual_seed(dist.get_rank(group))
-    parallel = DataParallel(LanguageModel().to(device), group, args.bucket_mb)
+    parallel = DataParallel(LanguageModel().to(device), group, bucket_mb)
     return parallel, torch.optim.AdamW(parallel.parameters(), lr=2e-3)
 
 
 def train(args, group, device):
     """Train on text; print the loss beside the unigram entropy, and what a step sends."""
-    text, (parallel, optimizer) = read_text(args.text, 0), build(args, group, device)
+    text, (parallel, optimizer) = read_text(args.text, 0), build(args.bucket_mb, group, device)
     flights, n = Flights(parallel), dist.get_world_size(group)
     P = sum(param.nbytes for param in parallel.parameters())
     formula = 2 * (n - 1) / n * (P + 8 + 4)  # the gradients, the count of tokens, the loss
     say(f"\n{P // 4:,} parameters, {len(parallel.buckets)} buckets of {args.bucket_mb} MB; "
         f"unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
-    say("step   loss   tokens/s   sent/step     formula   hidden behind backward")
+    say("step   loss   tokens/s   sent/step     formula   hidden behind backward (medians of 10)")
+    rates, shares, as_claimed = [], [], True
     for step in range(args.steps):
         batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
         flights.clear()
         started = time.perf_counter()
         with Ledger() as ledger:
             loss = train_step(parallel, optimizer, batch, args.micro_batches, group)
+        rates.append(args.batch * 64 / (time.perf_counter() - started))
+        shares.append(flights.hidden())
+        sent = sum(ledger.sent.values())
+        as_claimed &= abs(sent - formula) < 0.5
         if step % 10 == 0 or step == args.steps - 1:
-            rate = args.batch * 64 / (time.perf_counter() - started)
-            say(f"{step:4}{loss:7.3f}{rate:11,.0f}{sum(ledger.sent.values()):12,.0f}"
-                f"{formula:12,.0f}{flights.hidden():10.0%}")  # fmt: skip
+            rate, hidden = (statistics.median(recent[-10:]) for recent in (rates, shares))
+            say(f"{step:4}{loss:7.3f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}{hidden:10.0%}")
     weights = torch.cat([param.detach().flatten() for param in parallel.parameters()])
     digest = hashlib.sha256(weights.cpu().numpy().tobytes()).digest()[:6]
     digests = torch.tensor([*digest, *(-byte for byte in digest)], device=device)
@@ -615,7 +631,7 @@ def train(args, group, device):
     dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=group)
     alike = torch.equal(digests[:6], -digests[6:])
     say(f"weights {digest.hex()} on {'every rank' if alike else 'rank 0, OTHERS ON OTHER RANKS'}")
-    return 0 if alike else 1
+    return 0 if alike and as_claimed else 1
 
 
 def plot(args, group, device):
@@ -627,8 +643,8 @@ def plot(args, group, device):
 
     text = read_text(args.text, 0)
     figure, axes = plt.subplots(3, figsize=(9, 7), layout="constrained", sharex=True)
-    for args.bucket_mb, axis in zip((0.1, 0.5, 25), axes):
-        parallel, optimizer = build(args, group, device)
+    for bucket_mb, axis in zip((0.1, 0.5, 25), axes):
+        parallel, optimizer = build(bucket_mb, group, device)
         flights = Flights(parallel)
         for step in range(3):  # the last is drawn: the first two warm up
             batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
@@ -643,7 +659,7 @@ def plot(args, group, device):
             axis.barh(-2 * (k + 0.5) / N, landed - left, min(1.4 / N, 0.3), left, color="#f2a541")
         axis.set_yticks([0.6, -1], ["gradients", "buckets\nin flight"])
         hidden = f"{flights.hidden():.0%} of their flight is hidden"
-        title = f"buckets of {args.bucket_mb} MB: {N}; {hidden}"
+        title = f"buckets of {bucket_mb} MB: {N}; {hidden}"
         axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel("ms since the first gradient; dotted: the last one, backward is over")
@@ -661,8 +677,8 @@ def main(args, device):
     last = len(order) - 1 - order[::-1].index("gradient")
     early = order.index("all_reduce") < last < order.index("wait")
     first = order[: order.index("all_reduce")].count("gradient")
-    say(f"\noverlap: the first bucket left after {first} of {order.count('gradient')} gradients, "
-        f"and nobody waited before the last{'' if early else ': NOT AS CLAIMED'}")  # fmt: skip
+    say(f"\noverlap: the first bucket of 0.05 MB left after {first} of {order.count('gradient')} "
+        f"gradients, and nobody waited before the last{'' if early else ': NOT AS CLAIMED'}")
     broken |= not early
     if args.plot:
         plot(args, group, device)
@@ -676,7 +692,9 @@ def validate(args, ranks):
     if args.batch < 1 or args.micro_batches < 1:
         given = f"--batch {args.batch} --micro-batches {args.micro_batches}"
         raise ValueError(f"{given}: each must be at least 1")
-    if args.bucket_mb <= 0:
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: there is no such folder")
+    if not args.bucket_mb > 0:
         raise ValueError(f"--bucket-mb {args.bucket_mb}: more than 0 is needed, such as 0.5")
     read_text(args.text, at_least=65)
 
@@ -772,7 +790,7 @@ def read_text(path, at_least):
     """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
     Raises ValueError where it cannot be read or is shorter than `at_least`."""
     try:
-        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+        text = Path(path).read_bytes() if path is not None else "\n".join(topics.values()).encode()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
@@ -814,9 +832,12 @@ def launch(main, args, validate):
     torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
     by_torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    args.timeout = args.timeout if args.timeout is not None else 120 if by_torchrun else 20
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if not args.timeout > 0:
+            raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)
@@ -828,10 +849,15 @@ def launch(main, args, validate):
     with tempfile.TemporaryDirectory() as folder:
         given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
         try:
-            mp.start_processes(_rank, given, ranks, start_method=method)
-        except mp.ProcessExitedException as failed:
-            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
-            sys.exit(by_signal if failed.signal_name else 1)
+            started = mp.start_processes(_rank, given, ranks, join=False, start_method=method)
+            while not started.join():
+                pass
+        except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
+            codes = [(r, -p.exitcode) for r, p in enumerate(started.processes)]
+            died = [(r, signal.Signals(c).name) for r, c in codes if c > 0 and c != signal.SIGTERM]
+            sys.exit("\n".join(f"rank {r} was ended by {name}" for r, name in died) or 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
     sys.exit(0)
 
 
@@ -845,23 +871,26 @@ def _rank(local, ranks, main, args, folder=None):
         torch.cuda.set_device(device)
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    rank = int(env.get("RANK", local))
     try:
         if folder:
             store = dist.FileStore(f"{folder}/store", ranks)
         else:  # a restarted attempt must not read the addresses of the one before
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
-        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        given = dict(store=store, rank=rank, world_size=ranks)
+        patience, backend = timedelta(seconds=args.timeout), "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=patience, **given)
         code = main(args, device)
         dist.destroy_process_group()
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
-        os._exit(1)  # without farewell, so that the others see the connection close at once
-    sys.exit(code)
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def rows(ranks):
             dp.loss_and_gradients(parallel, x_bS, y_bS, valid)
             finish()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
 
         return run
 
@@ -40,7 +40,7 @@ def rows(ranks):
         finish()
     difference = dp.off(*([p.grad for p in parallel.parameters()] for parallel in (ours, theirs)))
     for optimizer in sgd:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
     with dp.Ledger() as ledger:
         our_step()
     their_step()

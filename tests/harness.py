@@ -76,6 +76,7 @@ def _rank(rank, n, function, args, folder, timeout, answer):
         store = dist.FileStore(f"{folder}/store", n)
         given = dict(store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", **given)
+        dist.barrier()  # nobody leaves while another still connects
         said = "returned", function(*args)
         dist.destroy_process_group()
     except BaseException:

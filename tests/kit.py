@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -117,7 +118,7 @@ def read_text(path, at_least):
     """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
     Raises ValueError where it cannot be read or is shorter than `at_least`."""
     try:
-        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+        text = Path(path).read_bytes() if path is not None else "\n".join(topics.values()).encode()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
@@ -159,9 +160,12 @@ def launch(main, args, validate):
     torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
     by_torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    args.timeout = args.timeout if args.timeout is not None else 120 if by_torchrun else 20
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if not args.timeout > 0:
+            raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)
@@ -173,10 +177,15 @@ def launch(main, args, validate):
     with tempfile.TemporaryDirectory() as folder:
         given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
         try:
-            mp.start_processes(_rank, given, ranks, start_method=method)
-        except mp.ProcessExitedException as failed:
-            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
-            sys.exit(by_signal if failed.signal_name else 1)
+            started = mp.start_processes(_rank, given, ranks, join=False, start_method=method)
+            while not started.join():
+                pass
+        except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
+            codes = [(r, -p.exitcode) for r, p in enumerate(started.processes)]
+            died = [(r, signal.Signals(c).name) for r, c in codes if c > 0 and c != signal.SIGTERM]
+            sys.exit("\n".join(f"rank {r} was ended by {name}" for r, name in died) or 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
     sys.exit(0)
 
 
@@ -190,23 +199,26 @@ def _rank(local, ranks, main, args, folder=None):
         torch.cuda.set_device(device)
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    rank = int(env.get("RANK", local))
     try:
         if folder:
             store = dist.FileStore(f"{folder}/store", ranks)
         else:  # a restarted attempt must not read the addresses of the one before
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
-        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        given = dict(store=store, rank=rank, world_size=ranks)
+        patience, backend = timedelta(seconds=args.timeout), "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=patience, **given)
         code = main(args, device)
         dist.destroy_process_group()
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
-        os._exit(1)  # without farewell, so that the others see the connection close at once
-    sys.exit(code)
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
 # ── end of the launch kit ────────────────────────────────────────────────────────────────────

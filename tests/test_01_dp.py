@@ -155,6 +155,33 @@ def test_the_naive_sum_loads_rank_0_alone(n):
         assert all(sent == numel * 8 * (n - 1 if r == 0 else 1 % n) for numel, sent in results)
 
 
+def test_nothing_leaves_the_group_that_was_given():
+    """Ranks 1 and 3 of four add up and start alike; what 0 and 2 have, and send, is untouched."""
+
+    def step():
+        group = dist.new_group([1, 3])
+        if rank() % 2 == 0:
+            return None
+        peers = {name: torch.full((5,), rank() + 1.0) for name in ("ring", "naive")}
+        dp.ring_all_reduce(peers["ring"], group)
+        dp.gather_and_broadcast(peers["naive"], group)
+        torch.manual_seed(rank())
+        linear = nn.Linear(2, 1)
+        with dp.Ledger() as ledger:
+            parallel = dp.DataParallel(linear, group)
+            parallel(torch.ones(1, 2)).sum().backward()
+            parallel.finish_gradient_synchronization()
+            dp.all_reduce_gradients(linear, group)
+        sums = [x.tolist() for x in peers.values()]
+        start = [p.sum().item() for p in linear.parameters()]
+        return sums, start, linear.weight.grad.tolist(), dict(+ledger.sent)
+
+    one, two, three, four = on_ranks(4, step)
+    assert one is three is None and two == four
+    assert two[0] == [[6.0] * 5] * 2 and two[2] == [[4.0, 4.0]]
+    assert two[3] == {"broadcast": 6.0, "all_reduce": 24.0}, "n is the group's, not the world's"
+
+
 # ── what a module may be ─────────────────────────────────────────────────────────────────────
 
 
@@ -317,7 +344,7 @@ def test_dp_04_ranks_stay_identical_however_no_sync_is_placed(around_forward):
         dp.loss_and_gradients(parallel, *last, total)
         parallel.finish_gradient_synchronization()
         model = dp.tiny_model(CPU)
-        wanted = dp.serial_gradients([(model, b, total) for part in batch for b in part])
+        _, wanted = dp.serial([(model, b, total) for part in batch for b in part])
         gradients = [p.grad for p in parallel.parameters()]
         return dp.off(gradients, wanted), torch.cat([g.flatten() for g in gradients])
 
@@ -336,6 +363,19 @@ def branch_step(find_unused):
 
 def test_dp_05_a_branch_that_one_rank_uses_counts_as_zero_on_the_other_if_so_declared():
     assert on_ranks(2, branch_step, True) == [[1, 2], [1, 2]]
+
+
+def test_dp_05_and_keeps_counting_as_zero_in_the_next_step():
+    def steps():
+        parallel = dp.DataParallel(Branches(), world(), bucket_mb=1e-6, find_unused=True)
+        for _ in range(2):
+            parallel.zero_grad()
+            branch = [parallel.module.a, parallel.module.b][rank()]
+            branch(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+            parallel.finish_gradient_synchronization()
+        return [p.grad[0, 0].item() for p in parallel.parameters()]
+
+    assert on_ranks(2, steps) == [[1, 1], [1, 1]]
 
 
 def test_dp_05_and_is_an_error_with_names_and_rank_if_not():
@@ -357,7 +397,9 @@ def test_three_ranks_share_a_batch_that_three_does_not_divide():
 @pytest.mark.parametrize("wrong, says", [
     (["--batch", 0], "--batch 0"),
     (["--micro-batches", 0], "--micro-batches 0"),
-    (["--bucket-mb", 0], "--bucket-mb 0"),
+    (["--bucket-mb", "nan"], "--bucket-mb nan"),
+    (["--plot", "no/such/folder.png"], "no/such/folder.png"),
+    (["--timeout", -1], "--timeout -1"),
 ])  # fmt: skip
 def test_wrong_numbers_are_sentences(wrong, says):
     done = run_script(ROOT / "01_dp.py", *wrong)

@@ -149,8 +149,9 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(script):
 
 
 def test_a_rank_that_stays_away_ends_the_run_with_the_operation_that_waited(script):
+    started = time.monotonic()
     done = run_script(script("time.sleep(100)"), "--timeout", 2)
-    assert done.returncode == 1
+    assert done.returncode == 1 and time.monotonic() - started < 15
     assert "all_reduce" in done.stderr and "imed out" in done.stderr and "rank " in done.stderr
 
 
