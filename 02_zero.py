@@ -37,6 +37,7 @@ import inspect
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -328,8 +329,8 @@ class Order:
     """The units in the order in which one direction enters them: learnt in the first pass, with
     all ranks compared, and from then on expected. It is what prefetching goes by."""
 
-    def __init__(self, direction, group):
-        self.direction, self.group = direction, group
+    def __init__(self, direction, group, device):
+        self.direction, self.group, self.device = direction, group, device
         self.units, self.at, self.known = [], 0, False
 
     def enter(self, unit, every):
@@ -363,8 +364,8 @@ class Order:
         )
 
     def _compare(self, unit, every):
-        mine = torch.tensor([2 * every.index(unit) + (self.direction == "backward")])
-        mine = mine.to(unit.shards[0].own.device)
+        where = 2 * every.index(unit) + (self.direction == "backward")
+        mine = torch.tensor([where], device=self.device)
         all_n = mine.new_empty(dist.get_world_size(self.group))
         # all_gather over dp, 1 from each, in the first pass alone: where does every rank stand?
         dist.all_gather_single(all_n, mine, group=self.group)
@@ -382,7 +383,8 @@ class Window(Reducer):
     def __init__(self, root, units, group):
         super().__init__(self._completion)
         self.root, self.units = root, units
-        self.forward, self.backward = Order("forward", group), Order("backward", group)
+        device = next(shard.own.device for unit in units for shard in unit.shards)
+        self.forward, self.backward = (Order(x, group, device) for x in ("forward", "backward"))
 
     def _completion(self):
         """Backward completes units in the reverse of the order in which forward entered them."""
@@ -445,8 +447,8 @@ class Unit:
             return
         self.free()
         for x in tree_leaves(output):
-            if torch.is_tensor(x) and x.requires_grad:
-                x.register_hook(self._before_backward)
+            if torch.is_tensor(x) and x.grad_fn:  # its hook runs after those of the next unit's
+                x.grad_fn.register_prehook(self._before_backward)  # inputs, so _after_backward
         if self is self.window.root:
             self.window.forward.finish()
 
@@ -454,7 +456,7 @@ class Unit:
         self.window.begin()
         self.is_done = False
         for unit in self.window.units:
-            if unit.is_done:  # and still whole: frozen, or not complete. It may be called again
+            if unit.is_done:  # frozen, or not all of it used; it may have been called once more
                 unit.free()
                 unit.in_backward = unit.is_done = False
         if not self.in_backward:
@@ -1137,16 +1139,18 @@ def train(args, group, device):
     say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text "
         f"{unigram_entropy(text):.3f}\nstep   loss   norm  tokens/s    sent/step      formula"
         "         held      formula")  # fmt: skip
-    units = len(model.zero_unit.window.units) if args.stage == 3 else 0
+    compared = 16 * (n - 1) * len(model.zero_unit.window.units) if args.stage == 3 else 0
     for step in range(args.steps):
         batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
         started = time.perf_counter()
-        with Ledger() as ledger:  # the first also compares the order of units
+        with Ledger() as ledger:  # at first ranks also compare the order of units
             loss, norm = train_step(model, optimizer, batch, K, group)
         if step % 10 == 0 or step == args.steps - 1:
             rate = args.batch * 64 / (time.perf_counter() - started)
-            say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{sum(ledger.sent.values()):13,.0f}"
-                f"{formula + (not step) * units * 16 * (n - 1):13,.0f}{sum(bytes_held(optimizer)):13,}{sum(held):13,}")  # fmt: skip
+            bytes_ = (sum(ledger.sent.values()), formula + compared * (step == 0),
+                      sum(bytes_held(optimizer)), sum(held))  # fmt: skip
+            cells = "".join(f"{x:13,.0f}" for x in bytes_)
+            say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{cells}")
     return 0
 
 
@@ -1194,6 +1198,7 @@ def draw_window(args, group, device, axis):
     shards = [unit.shards[0] for unit in units]
     for step in range(3):  # the last is drawn: the first learns the order
         batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
+        dist.barrier(group=group)
         with watching(shards) as seen:
             train_step(model, optimizer, batch, 1, group)
     for row, unit in enumerate(units):
@@ -1335,7 +1340,7 @@ def read_text(path, at_least):
     """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
     Raises ValueError where it cannot be read or is shorter than `at_least`."""
     try:
-        text = Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+        text = Path(path).read_bytes() if path is not None else "\n".join(topics.values()).encode()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
@@ -1377,9 +1382,12 @@ def launch(main, args, validate):
     torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
     by_torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
+    args.timeout = args.timeout if args.timeout is not None else 120 if by_torchrun else 20
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if not args.timeout > 0:
+            raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)
@@ -1391,10 +1399,15 @@ def launch(main, args, validate):
     with tempfile.TemporaryDirectory() as folder:
         given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
         try:
-            mp.start_processes(_rank, given, ranks, start_method=method)
-        except mp.ProcessExitedException as failed:
-            by_signal = f"rank {failed.error_index} was ended by {failed.signal_name}"
-            sys.exit(by_signal if failed.signal_name else 1)
+            started = mp.start_processes(_rank, given, ranks, join=False, start_method=method)
+            while not started.join():
+                pass
+        except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
+            codes = [(r, -p.exitcode) for r, p in enumerate(started.processes)]
+            died = [(r, signal.Signals(c).name) for r, c in codes if c > 0 and c != signal.SIGTERM]
+            sys.exit("\n".join(f"rank {r} was ended by {name}" for r, name in died) or 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
     sys.exit(0)
 
 
@@ -1408,23 +1421,26 @@ def _rank(local, ranks, main, args, folder=None):
         torch.cuda.set_device(device)
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    rank, patience = int(env.get("RANK", local)), args.timeout or (20 if folder else 120)
+    rank = int(env.get("RANK", local))
     try:
         if folder:
             store = dist.FileStore(f"{folder}/store", ranks)
         else:  # a restarted attempt must not read the addresses of the one before
             attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=patience))
-        dist.init_process_group("nccl" if on_gpu else "gloo", **given)
+        given = dict(store=store, rank=rank, world_size=ranks)
+        patience, backend = timedelta(seconds=args.timeout), "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=patience, **given)
         code = main(args, device)
         dist.destroy_process_group()
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr, flush=True)
-        os._exit(1)  # without farewell, so that the others see the connection close at once
-    sys.exit(code)
+        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
 if __name__ == "__main__":

@@ -1,0 +1,841 @@
+"""02_zero: every stage equal to plain torch, bytes to the formulas, and the reported faults."""
+
+import copy
+import resource
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+zero = chapter("02_zero")
+CPU = torch.device("cpu")
+world = lambda: dist.group.WORLD
+rank = lambda: dist.get_rank()
+question = pytest.mark.question
+STAGES = [(0, "flat"), (1, "flat"), (2, "flat"), (3, "flat"), (3, "per_parameter")]
+
+
+def hybrid(n):
+    halves = [list(range(n // 2)), list(range(n // 2, n))]
+    make = dist.new_subgroups_by_enumeration
+    return make(halves)[0], make([list(pair) for pair in zip(*halves)])[0]
+
+
+# ── values, sent and held ────────────────────────────────────────────────────────────────────
+
+
+@question("Q2.1")
+@question("Q2.2")
+@question("Q2.3")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_row_of_the_proof_is_as_claimed_on_every_rank(n):
+    def rows():
+        groups = hybrid(n) if n >= 4 else None
+        broken = zero.per_stage_table(world(), CPU)
+        return [*zero.proof(world(), CPU, groups)], broken
+
+    for found, broken in on_ranks(n, rows, timeout=90):
+        assert not broken
+        assert len(found) == (10 if n < 4 else 14) + 1 + {1: 0, 2: 2}.get(n, 3)
+        for row in found:
+            assert row.error == pytest.approx(row.wrong, rel=1e-6, abs=1e-10), row.name
+            for measured, formula in filter(None, (row.sent, row.held)):
+                assert measured == pytest.approx(formula, abs=0.5), row.name
+            assert row.wrong == 0 or row.wrong > 0.01, f"{row.name} would not show"
+
+
+@pytest.mark.parametrize("n", [1, 16, 256])
+def test_bytes_a_parameter_are_16_and_the_guides_table_is_corrected(n):
+    of = lambda stage: zero.bytes_each(stage, n)
+    assert [of(0), of(1), of(2), of(3)] == [16, 4 + 12 / n, 2 + 14 / n, 16 / n]
+    if n == 16:
+        assert [70 * of(stage) for stage in range(4)] == [1120, 332.5, 201.25, 70]
+    if n == 256:
+        assert 70 * of(3) == 4.375
+
+
+def test_a_hybrid_sends_shards_inside_a_group_and_sums_across():
+    """8 ranks, 4 shards, 2 replicas: per group, to the byte, at stage 3 with K = 2."""
+
+    def step():
+        shared, replicas = hybrid(8)
+        model, (a, b) = zero.tiny_model(CPU), zero.proof_batch(8, 2, CPU)[rank()]
+        unit = {"replicate_group": replicas}
+        optimizer = zero.sharded(model, 3, shared, torch.optim.SGD, unit=unit)
+        zero.backward(model, [a], 8)
+        with zero.Ledger() as ledger:
+            zero.backward(model, [a, b], 16)
+            optimizer.step()
+        by_group = {shared.group_name: 0, replicas.group_name: 0}
+        for event in ledger.events:
+            if event.what != "wait":
+                by_group[event.group] += event.sent
+        return *by_group.values(), sum(len(shard.own) for shard in optimizer.shards)
+
+    for inside, across, s in on_ranks(8, step):
+        assert (inside, across) == (3 * 2 * 3 * s * 8, 2 * 2 * (1 / 2) * s * 8)
+
+
+class Groups(nn.Module):
+    """A bias, a tied pair and a matrix, none of which three ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+        self.token = nn.Embedding(11, 7)
+        self.head = nn.Linear(7, 11)
+        self.head.weight = self.token.weight
+
+    def forward(self, x_bS):
+        return self.head(torch.tanh(self.blocks(self.token(x_bS))))
+
+
+def groups_of(model, **more):
+    """Matrices with decay at one rate, the rest without at another."""
+    named = list(model.named_parameters())
+    matrix = lambda name: "weight" in name
+    return [
+        {"params": [(k, p) for k, p in named if matrix(k)], "weight_decay": 0.1, **more},
+        {"params": [(k, p) for k, p in named if not matrix(k)], "lr": 0.02, **more},
+    ]
+
+
+def train(optimizer, model, share_of, steps, start=0, zero_grad=True):
+    """Steps under a scheduler that changes the rate, clipped. Returns norms."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step + start))
+    norms = []
+    for step in range(start, start + steps):
+        x, y = torch.randint(11, (2, 12, 5), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        x, y = share_of(x), share_of(y)
+        for k in range(2):
+            zero.loss_share(model, x[k::2], y[k::2], 60).backward()
+        if isinstance(optimizer, zero.ZeroOptimizer):
+            norms.append(optimizer.clip_grad_norm(0.3).item())
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        schedule.step()
+    return norms
+
+
+def fresh(dtype=torch.float64):
+    torch.manual_seed(0)
+    return Groups().to(dtype)
+
+
+def shard_up(model, stage, layout, optimizer_class, kwargs, **more):
+    if stage == 3:
+        for module in (*model.blocks, model):
+            zero.fully_shard(module, world(), layout)
+    groups = groups_of(model, group=world())
+    return zero.ZeroOptimizer(groups, optimizer_class, stage, bucket_mb=3e-4, **kwargs, **more)
+
+
+def close(found, wanted):
+    return all(zero.relative_error(f, w) < 1e-10 for f, w in zip(found, wanted, strict=True))
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+]
+
+
+@question("Q2.1")
+@question("Q2.2")
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("optimizer_class, kwargs", OPTIMIZERS, ids=["SGD", "AdamW"])
+def test_ten_steps_equal_plain_torchs_with_groups_tied_clipped_and_scheduled(
+    n, optimizer_class, kwargs
+):
+    plain = fresh()
+    twin = optimizer_class(groups_of(plain), **kwargs)
+    norms = train(twin, plain, lambda x: x, 10)
+
+    def steps():
+        found = []
+        for stage, layout in STAGES:
+            model = fresh()
+            optimizer = shard_up(model, stage, layout, optimizer_class, kwargs)
+            mine = train(optimizer, model, lambda x: x.chunk(n)[rank()], 10)
+            with zero.gathered(model), torch.no_grad():
+                found.append((mine, close(model.parameters(), plain.parameters())))
+        return found
+
+    for found in on_ranks(n, steps, timeout=60):
+        assert all(equal and mine == pytest.approx(norms, rel=1e-10) for mine, equal in found)
+
+
+def test_a_step_takes_a_closure_as_torchs_do():
+    def step():
+        model = fresh()
+        optimizer = shard_up(model, 1, "flat", torch.optim.SGD, {"lr": 1e-3})
+
+        def closure():
+            loss = model(torch.zeros(1, 1, dtype=torch.long)).square().sum()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item() - closure().item()
+
+    assert all(fell > 0 for fell in on_ranks(2, step))
+
+
+# ── shards ───────────────────────────────────────────────────────────────────────────────────
+
+
+@question("Q2.1")
+@pytest.mark.parametrize("layout", ["flat", "per_parameter"])
+def test_zero_02_shards_hold_each_element_once_for_every_numel_and_number_of_ranks(
+    layout, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group[0])
+    monkeypatch.setattr(dist, "get_rank", lambda group: group[1])
+    for n in range(1, 9):
+        for numel in range(1, 65):
+            shapes = [(numel,), (numel, 3), (), (1, 2, 2)]
+            tensors = [torch.randn(shape) for shape in shapes]
+            times = [torch.zeros(x.numel()) for x in tensors]
+            for r in range(n):
+                params = [nn.Parameter(x.clone()) for x in tensors]
+                shard = zero.Shard(params, (n, r), layout=layout)
+                for piece in shard.pieces:
+                    i = next(i for i, p in enumerate(params) if p is piece.param)
+                    times[i][piece.start : piece.stop] += 1
+                    part = tensors[i].flatten()[piece.start : piece.stop]
+                    assert torch.equal(shard.own[piece.where], part)
+                rows = shard.pack(tensors)
+                assert rows.shape == (n, len(shard.own))
+                assert all(map(torch.equal, shard.unpack(rows), tensors))
+                if layout == "flat":
+                    assert rows.numel() - sum(map(torch.numel, tensors)) == -(numel * 4 + 5) % n
+            assert all(torch.equal(x, torch.ones_like(x)) for x in times)
+
+
+@question("Q2.1")
+def test_zero_02_padding_is_the_complement_and_reaches_nothing():
+    def step(numel):
+        n, param = dist.get_world_size(), nn.Parameter(torch.arange(1.0, numel + 1))
+        plain = nn.Parameter(param.detach().clone())
+        groups = [{"params": [param], "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.AdamW, stage=2, lr=0.1)
+        twin = torch.optim.AdamW([plain], lr=0.1)
+        for x in (param, plain):
+            (x.square().sum() / (n if x is param else 1)).backward()
+        (shard,) = optimizer.shards
+        pad = -numel % n
+        padding = torch.ones(len(shard.own), dtype=bool)
+        for piece in shard.pieces:
+            padding[piece.where] = False
+        shard.grad[padding] = shard.own[padding] = torch.nan
+        norm = optimizer.grad_norm_sq().sum().sqrt().item()
+        optimizer.step()
+        twin.step()
+        saved = optimizer.state_dict()["state"][0]["exp_avg"]
+        alike = torch.allclose(param, plain, rtol=1e-6) and saved.shape == param.shape
+        return shard.rows.numel() - numel == pad, norm - plain.grad.norm().item(), alike
+
+    for n, numels in ((8, (19, 1, 5)), (2, (57,)), (3, (7,))):
+        for found in on_ranks(n, lambda: [step(numel) for numel in numels]):
+            assert all(padded and abs(gap) < 1e-3 and alike for padded, gap, alike in found)
+
+
+@pytest.mark.parametrize("stage, layout", STAGES[1:])
+def test_a_state_dict_is_plain_torchs_and_loads_into_any_stage_and_number_of_ranks(stage, layout):
+    cls, kwargs = OPTIMIZERS[1]
+    plain = fresh()
+    twin = cls(groups_of(plain), **kwargs)
+    train(twin, plain, lambda x: x, 3)
+    wanted, middle = twin.state_dict(), {k: v.clone() for k, v in plain.state_dict().items()}
+
+    def first():
+        model = fresh()
+        optimizer = shard_up(model, stage, layout, cls, kwargs)
+        train(optimizer, model, lambda x: x.chunk(4)[rank()], 3)
+        with zero.gathered(model):
+            weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        return weights, optimizer.state_dict()
+
+    def go_on(stage, layout, weights, saved):
+        model = fresh()
+        optimizer = shard_up(model, stage, layout, cls, kwargs)
+        with zero.gathered(model):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:
+            group.pop("initial_lr")
+            group["lr"] = 0.02 if group["weight_decay"] != 0.1 else 0.01
+        train(optimizer, model, lambda x: x.chunk(3)[rank()], 3, start=3)
+        with zero.gathered(model), torch.no_grad():
+            return [param.clone() for param in model.parameters()]
+
+    weights, saved = on_ranks(4, first)[-1]
+    assert saved["state"].keys() == wanted["state"].keys()
+    for i, state in wanted["state"].items():
+        assert saved["state"][i].keys() == state.keys()
+        assert all(close([saved["state"][i][k]], [x]) for k, x in state.items())
+    for mine, theirs in zip(saved["param_groups"], wanted["param_groups"]):
+        names = theirs.pop("param_names")
+        assert mine == theirs and len(names) == len(theirs["params"])
+    twin.load_state_dict(copy.deepcopy(saved))  # the plain optimizer takes it
+    plain.load_state_dict(middle)
+    for group in twin.param_groups:
+        group.pop("initial_lr")
+        group["lr"] = 0.02 if group["weight_decay"] != 0.1 else 0.01
+    train(twin, plain, lambda x: x, 3, start=3)
+    for next_stage, next_layout in STAGES:
+        for found in on_ranks(3, go_on, next_stage, next_layout, weights, saved):
+            assert close(found, [p.detach() for p in plain.parameters()])
+
+
+def test_local_state_names_every_element_of_every_parameter_once():
+    def state(layout):
+        model = fresh()
+        optimizer = shard_up(model, 3, layout, torch.optim.AdamW, {})
+        train(optimizer, model, lambda x: x.chunk(3)[rank()], 1)
+        found = []
+        for name, (start, stop), tensors in optimizer.local_state():
+            assert tensors["param"].shape == tensors["exp_avg"].shape == (stop - start,)
+            found.append((name, start, stop, tensors["param"].clone()))
+        with zero.gathered(model):
+            return found, {k: p.detach().clone() for k, p in model.named_parameters()}
+
+    for layout in ("flat", "per_parameter"):
+        whole, times = None, {}
+        for found, whole in on_ranks(3, state, layout):
+            for name, start, stop, part in found:
+                seen = times.setdefault(name, torch.zeros(whole[name].numel()))
+                seen[start:stop] += 1
+                assert torch.equal(part, whole[name].flatten()[start:stop])
+        assert times.keys() == whole.keys()
+        assert all(torch.equal(x, torch.ones_like(x)) for x in times.values())
+
+
+# ── reported faults ──────────────────────────────────────────────────────────────────────────
+
+
+@question("Q2.3")
+@pytest.mark.parametrize("stage, layout", STAGES)
+def test_zero_01_micro_batches_of_1_2_and_4_make_7(stage, layout):
+    def step():
+        model = nn.Linear(3, 1, bias=False)
+        if stage == 3:
+            zero.fully_shard(model, world(), layout)
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage, lr=1.0)
+        for gradient in (1.0, 2.0, 4.0):
+            model(torch.full((1, 3), gradient / 2)).sum().backward()
+        optimizer.finish_reduce()
+        (shard,) = optimizer.shards
+        return [shard.grad[piece.where].tolist() for piece in shard.pieces]
+
+    for r, found in enumerate(on_ranks(2, step)):
+        whole = [7.0, 7.0, 7.0]
+        cut = {"flat": [whole[:2], whole[2:]], "per_parameter": [whole, None]}[layout]
+        assert found == ([whole] if stage == 0 else [cut[r]] if cut[r] else [])
+
+
+@question("Q2.2")
+def test_zero_04_the_norm_is_of_the_whole_gradient_and_replicas_count_once():
+    def step():
+        one, two = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(4))
+        alone, _ = dist.new_subgroups(1)
+        groups = [
+            {"params": [one], "group": world()},
+            {"params": [two], "group": alone, "replicate_group": world()},
+        ]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage=2, lr=1.0)
+        ((one.flatten() * torch.tensor([3.0, 0, 0, 4])).sum() / 2 + (two * 3.0).sum()).backward()
+        by_group = optimizer.grad_norm_sq().sqrt().tolist()
+        norm = optimizer.clip_grad_norm(1.0).item()
+        optimizer.step()
+        return by_group, norm, one.flatten().tolist(), two.tolist()
+
+    def check(found):
+        by_group, norm, one, two = found
+        assert by_group == [5, 12] and norm == 13
+        assert one == pytest.approx([1 - 3 / 13, 1, 1, 1 - 4 / 13])
+        assert two == pytest.approx([1 - 6 / 13] * 4)
+
+    for found in on_ranks(2, step):
+        check(found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_06_a_frozen_weight_beside_a_trained_bias_stays_as_it_is(stage):
+    def steps():
+        torch.manual_seed(0)
+        model, plain = nn.Linear(5, 5), nn.Linear(5, 5)
+        plain.load_state_dict(model.state_dict())
+        for module in (model, plain):
+            module.weight.requires_grad_(False)
+        before = model.weight.detach().clone()
+        given = dict(lr=0.1, weight_decay=0.1)
+        if stage == 3:
+            zero.fully_shard(model, world(), "per_parameter")
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.AdamW, stage, **given)
+        twin = torch.optim.AdamW(plain.parameters(), **given)
+        for step in range(5):
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+            for o, module, part in ((optimizer, model, x[rank()]), (twin, plain, x)):
+                o.zero_grad()
+                module(part).square().sum().backward()
+                o.step()
+        states = list(optimizer.state_dict()["state"])
+        with zero.gathered(model):
+            return (
+                torch.equal(model.weight, before), states,
+                torch.allclose(model.bias, plain.bias, rtol=1e-5),
+            )  # fmt: skip
+
+    assert on_ranks(2, steps) == [(True, [1], True)] * 2
+
+
+def test_zero_06_a_flat_unit_refuses_what_it_cannot_hold_by_name():
+    def build(kind):
+        model = nn.Linear(2, 2)
+        if kind == "frozen":
+            model.weight.requires_grad_(False)
+        else:
+            model.bias.data = model.bias.data.bfloat16()
+        with pytest.raises(ValueError, match="Linear holds .*(frozen|bfloat16).* flat unit"):
+            zero.fully_shard(model, world())
+
+    for kind in ("frozen", "dtypes"):
+        on_ranks(2, build, kind)
+
+
+def test_a_per_parameter_unit_holds_two_dtypes_one_collective_each():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return self.b(self.a(x).bfloat16())
+
+    def step():
+        torch.manual_seed(0)
+        model, plain = Both(), Both()
+        plain.load_state_dict(model.state_dict())
+        zero.fully_shard(model, world(), "per_parameter")
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage=3, lr=0.1)
+        x = torch.ones(1, 3)
+        with zero.Ledger() as ledger:
+            (model(x).sum() / 2).backward()
+        plain(x).sum().backward()
+        found = zero.whole_gradients(model, optimizer)
+        calls = [event.what for event in ledger.events].count("all_gather_single")
+        wanted = [p.grad for p in plain.parameters()]
+        return calls, all(torch.equal(f, w) for f, w in zip(found, wanted))
+
+    # once to compare, once each dtype, forward and backward
+    assert on_ranks(2, step) == [(6, True)] * 2
+
+
+def test_zero_08_small_gradients_survive_a_sum_in_the_reduce_dtype():
+    def step(stage, reduce_dtype):
+        found = []
+        for large in range(8):
+            model = nn.Linear(8, 1, bias=False, dtype=torch.bfloat16)
+            unit = {"reduce_dtype": reduce_dtype}
+            if stage == 3:
+                zero.fully_shard(model, world(), **unit)
+                unit = {}
+            groups = [{"params": list(model.parameters()), "group": world()}]
+            optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage, lr=1.0, **unit)
+            x = torch.full((1, 8), 1.0 if rank() == large else 2**-8, dtype=torch.bfloat16)
+            model(x).sum().backward()
+            optimizer.finish_reduce()
+            found.append((optimizer.shards[0].grad.dtype, optimizer.shards[0].grad.item()))
+        return found
+
+    for stage in (1, 2, 3):
+        for found in on_ranks(8, step, stage, torch.float32):
+            assert found == [(torch.float32, 1.02734375)] * 8
+        for found in on_ranks(8, step, stage, None):  # the local sum rounds once
+            assert found == [(torch.bfloat16, 1.03125)] * 8
+
+
+class Branch(nn.Module):
+    """Calls its blocks in the order of names that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x, path):
+        for name in path:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("first, second, says", [
+    (("ab", "ab"), ("ab", "aab"), "rank 1: forward entered a, expected b"),
+    (("ab", "ab"), ("ab", "b"), "rank 1: forward entered b, expected a"),
+    (("ab", "ab"), ("ab", "a"), "rank 1: forward entered nothing more, expected b"),
+    (("ab", "aab"), None, "ranks disagree .* rank 0 at forward of b, rank 1 at forward of a"),
+    (("ab", "a"), None, "rank 0 at forward of b, rank 1 at backward of"),
+])  # fmt: skip
+def test_zero_09_a_branch_that_one_rank_takes_is_an_error_with_names(first, second, says):
+    def steps():
+        model = Branch()
+        for module in (model.a, model.b, model):
+            zero.fully_shard(module, world())
+        for path in filter(None, (first, second)):
+            model(torch.ones(1, 3), path[rank()]).sum().backward()
+
+    with pytest.raises(RankFailed, match=says):
+        on_ranks(2, steps, timeout=10)
+
+
+# ── order ────────────────────────────────────────────────────────────────────────────────────
+
+
+@question("Q2.4")
+@question("Q2.5")
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_bucket_and_a_gather_fly_while_others_compute_and_the_window_is_two_blocks(n):
+    for stage_2, stage_3, (most, formula) in on_ranks(n, lambda: zero.orders(world(), CPU)):
+        reduced = zero.in_flight(stage_2, "all_to_all_single", "gradient")
+        assert len(reduced) > 3 and min(reduced[:-1]) > 0
+        assert zero.in_flight(stage_3, "all_gather_single", "compute") == [0, 0, 1, 1, 1]
+        assert most == formula
+
+
+@question("Q2.5")
+@pytest.mark.parametrize("layout", ["flat", "per_parameter"])
+def test_backward_prefetches_too_and_not_if_told_not_to(layout):
+    def gathers_before_first_gradient_of_each_block(prefetch):
+        model, micro_batch = zero.tiny_model(CPU), zero.proof_batch(2, 1, CPU)[rank()]
+        unit = {"prefetch": prefetch, "layout": layout}
+        optimizer = zero.sharded(model, 3, world(), unit=unit)
+        zero.backward(model, micro_batch, 8)
+        share = zero.loss_share(model, *micro_batch[0], 8)
+        seen = []
+        with zero.Ledger() as ledger, zero.watching(optimizer.shards) as window:
+            for block in model.blocks:
+                gathers = lambda: [e.what for e in ledger.events].count("all_gather_single")
+                block.down.bias.register_hook(lambda _: seen.append(gathers()))
+            share.backward()
+        unit_bytes = [8 * 2 * len(unit.shards[0].own) for unit in model.zero_unit.window.units]
+        most = max(sum(now) for _, now in window)
+        return seen, most <= unit_bytes[0] + 2 * max(unit_bytes[1:]), window[-1][1]
+
+    for seen, fits, left in on_ranks(2, gathers_before_first_gradient_of_each_block, True):
+        assert seen == [3, 4, 5, 5] and fits and left == [0] * 5
+    for seen, fits, left in on_ranks(2, gathers_before_first_gradient_of_each_block, False):
+        assert seen == [2, 3, 4, 5] and fits and left == [0] * 5
+
+
+@question("Q2.4")
+def test_shards_leave_in_one_order_whatever_order_their_gradients_arrive_in():
+    def step():
+        torch.manual_seed(0)
+        model = Branch().double()
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 2, bucket_mb=1e-6, lr=1.0)
+        x = torch.full((1, 3), rank() + 1.0, dtype=torch.float64)
+        if rank():
+            y = model.a(x).sum() + 10 * model.b(x).sum()  # b's gradient comes first
+        else:
+            y = 10 * model.b(x).sum() + model.a(x).sum()
+        y.backward()
+        return [g[0, 0].item() for g in zero.whole_gradients(model, optimizer)]
+
+    assert on_ranks(2, step) == [[3, 30]] * 2
+
+
+@pytest.mark.parametrize("stage, layout", STAGES)
+def test_a_parameter_that_a_rank_does_not_use_counts_as_zero_there(stage, layout):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(2)])
+
+        def forward(self, x):
+            return x @ self.blocks[rank()].weight
+
+    def step():
+        model = Half().double()
+        if stage == 3:
+            zero.fully_shard(model, world(), layout)
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage, lr=1.0)
+        for _ in range(2):
+            model(torch.full((1, 3), rank() + 1.0).double()).sum().backward()
+        return [g[0, 0].item() for g in zero.whole_gradients(model, optimizer)]
+
+    assert on_ranks(2, step) == [[2, 4]] * 2
+
+
+def same_gradients(build, call, layout="flat"):
+    """Do the gradients of a module whose children are units equal its own, unsharded, twice?"""
+
+    def step():
+        torch.manual_seed(0)
+        model, plain = build().double(), build().double()
+        plain.load_state_dict(model.state_dict())
+        for module in (*model.children(), model):
+            zero.fully_shard(module, world(), layout)
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 3, lr=1.0)
+        x = torch.randn(2, 3).double()
+        for _ in range(2):
+            optimizer.zero_grad()
+            with zero.watching(optimizer.shards) as seen:
+                call(model, x[[rank()]]).square().sum().backward()
+            assert not any(seen[-1][1])
+        call(plain, x).square().sum().backward()
+        wanted = [p.grad for p in plain.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = {}
+        for shard in optimizer.shards:
+            found.update(zip(shard.params, shard.spread(shard.grad)))
+        return close([found[p] for p in trained], wanted)
+
+    assert all(on_ranks(2, step))
+
+
+@pytest.mark.parametrize("layout", ["flat", "per_parameter"])
+@pytest.mark.parametrize("path", ["ab", "aab", "aba", "abba"])
+def test_a_unit_may_be_called_again_if_every_rank_does(path, layout):
+    same_gradients(Branch, lambda model, x: model(x, path), layout)
+
+
+def test_a_unit_on_two_branches_is_there_for_both():
+    class Fork(Branch):
+        def forward(self, x):
+            return self.a(x) + self.b(self.a(x.sin())) + self.b(x)
+
+    same_gradients(Fork, lambda model, x: model(x))
+
+
+def test_a_checkpointed_unit_is_there_for_its_second_forward():
+    class Recomputed(Branch):
+        def forward(self, x, path):
+            for name in path:
+                x = checkpoint(getattr(self, name), x, use_reentrant=False).tanh()
+            return x
+
+    same_gradients(Recomputed, lambda model, x: model(x.requires_grad_(), "ab"))
+
+
+def test_frozen_units_pass_a_gradient_on_and_leave_the_window():
+    def build():
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+        for module in model[1:5]:
+            module.requires_grad_(False)
+        return model
+
+    same_gradients(build, lambda model, x: model(x))
+
+    def peak():
+        model = build()
+        for module in (*model, model):
+            zero.fully_shard(module, world())
+        units = model.zero_unit.window.units
+        shards = [shard for unit in units for shard in unit.shards]
+        for _ in range(2):
+            with zero.watching(shards) as seen:
+                model(torch.ones(1, 3)).sum().backward()
+        return max(sum(size > 0 for size in now) for _, now in seen)
+
+    assert on_ranks(2, peak) == [2, 2]
+
+
+def test_nothing_is_gathered_outside_a_step_nor_kept_after_evaluation():
+    def held():
+        model = zero.tiny_model(CPU)
+        optimizer = zero.sharded(model, 3, world())
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.long))
+        sizes = {param.numel() for param in model.parameters()}
+        return sizes, zero.bytes_held(optimizer)[0], zero.claimed(optimizer, 1)[1][0]
+
+    for sizes, found, claimed in on_ranks(2, held):
+        assert sizes == {0} and found == claimed
+
+
+# ── precision, offload, refusals ─────────────────────────────────────────────────────────────
+
+
+def test_parameters_are_gathered_in_one_dtype_summed_in_another_and_kept_in_a_third():
+    def step():
+        model = zero.tiny_model(CPU, torch.float32)
+        before = [param.detach().clone() for param in model.parameters()]
+        unit = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        optimizer = zero.sharded(model, 3, world(), torch.optim.SGD, unit=unit, lr=0.0)
+        zero.backward(model, zero.proof_batch(2, 1, CPU)[rank()], 16)
+        with zero.Ledger() as ledger:
+            zero.backward(model, zero.proof_batch(2, 1, CPU)[rank()], 16)
+        s = sum(len(shard.own) for shard in optimizer.shards)
+        sent = ledger.sent["all_gather_single"] / s, ledger.sent["all_to_all_single"] / s
+        dtypes = {(shard.own.dtype, shard.grad.dtype) for shard in optimizer.shards}
+        with zero.gathered(model):
+            kept = all(map(torch.equal, model.parameters(), before))
+        return sent, dtypes, kept, zero.bytes_held(optimizer), s
+
+    for sent, dtypes, kept, held, s in on_ranks(2, step):
+        assert sent == (2 * 2, 4) and dtypes == {(torch.float32, torch.float32)} and kept
+        assert held == [4 * s, 4 * s, 0]
+
+
+def offloaded(stage, where, dtype, steps=3):
+    """Parameters and state after some steps."""
+    model = zero.tiny_model(CPU, dtype)
+    optimizer = zero.sharded(model, stage, world(), offload=where, bucket_mb=0.002, lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        zero.backward(model, zero.proof_batch(2, 1, CPU, seed=step)[rank()], 16)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    with zero.gathered(model):
+        weights = [param.detach().clone() for param in model.parameters()]
+    return weights + [x for each in state.values() for x in each.values()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offload_changes_no_bit_and_leaves_no_file(stage, dtype, tmp_path):
+    plain = on_ranks(2, offloaded, stage, None, dtype)
+    for where in ("cpu", str(tmp_path)):
+        for found, wanted in zip(on_ranks(2, offloaded, stage, where, dtype), plain):
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_shard_is_read_while_this_one_is_stepped():
+    read, in_step = threading.Event(), []
+
+    class Watched(torch.optim.SGD):
+        def step(self):
+            if in_step is not None and len(self.param_groups[0]["params"]) and watch[0]:
+                in_step.append(read.wait(5))
+                read.clear()
+            super().step()
+
+    watch = [False]
+
+    def step():
+        model = zero.tiny_model(CPU)
+        optimizer = zero.sharded(
+            model, 1, world(), Watched, offload="cpu", bucket_mb=0.005, lr=0.1, momentum=0.9
+        )
+        real, reads = optimizer._read, []
+
+        def reading(shard):
+            copies = real(shard)
+            reads.append(threading.current_thread() is threading.main_thread())
+            if len(reads) > 1:
+                read.set()
+            return copies
+
+        optimizer._read, watch[0] = reading, True
+        zero.backward(model, zero.proof_batch(2, 1, CPU)[rank()], 16)
+        optimizer.shards = optimizer.shards[:3]
+        optimizer.step()
+        return in_step, reads
+
+    for found, reads in on_ranks(2, step):
+        assert found[:2] == [True, True] and reads == [False] * 3
+
+
+@pytest.mark.slow
+def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_path):
+    """128 MB of parameters want 256 MB of state; 200 MB more than parameters and gradients, of
+    which chunks need 36, are allowed."""
+
+    def step(where):
+        params = [nn.Parameter(torch.ones(1_000_000)) for _ in range(32)]
+        groups = [{"params": params, "group": world()}]
+        given = dict(lr=0.1, offload=where, bucket_mb=4, foreach=False)
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.AdamW, 0, **given)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.finish_reduce()
+        status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+        used = 1024 * int(status["VmData"].split()[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 200_000_000,) * 2)
+        for _ in range(2):
+            optimizer.step()
+        return params[0][0].item()
+
+    with pytest.raises(RankFailed, match="memory"):
+        on_ranks(1, step, None)
+    assert on_ranks(1, step, str(tmp_path)) == [pytest.approx(1 - 0.2, abs=0.01)]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_an_optimizer_that_needs_whole_tensors_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} needs whole tensors"):
+        zero.probe(getattr(torch.optim, name), {})
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Rprop", "SGD"])
+def test_an_element_wise_optimizer_is_not(name):
+    defaults, kinds = zero.probe(getattr(torch.optim, name), {"lr": 0.0})
+    assert defaults["lr"] == 0.0 and kinds.get("step", False) is False
+
+
+def test_wrong_use_is_a_sentence():
+    def build():
+        says = lambda text: pytest.raises(ValueError, match=text)
+        make = lambda groups, stage: zero.ZeroOptimizer(groups, torch.optim.SGD, stage, lr=0.1)
+        model = Branch()
+        named = list(model.named_parameters())
+        with says('each parameter group needs a "group"'):
+            make([{"params": named}], 1)
+        with says("stage 3: call fully_shard on what holds a.weight"):
+            make([{"params": named, "group": world()}], 3)
+        with says("stage 0 has no shards to replicate"):
+            make([{"params": named, "group": world(), "replicate_group": world()}], 0)
+        with says("layout 'rows': use 'flat' or 'per_parameter'"):
+            zero.fully_shard(model, world(), layout="rows")
+        zero.fully_shard(model.a, world())
+        with says("a.weight is sharded already"):
+            make([{"params": named, "group": world()}], 1)
+        tied = nn.Linear(3, 3, bias=False)
+        tied.weight = model.a.weight
+        with says("weight belongs to another unit too"):
+            zero.fully_shard(tied, world())
+
+    on_ranks(1, build)
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (["--batch", 3], "--batch 3 samples for 4 ranks with --micro-batches 1: each needs one, 4"),
+    (["--micro-batches", 0], "--micro-batches 0"),
+    (["--offload", "nowhere"], "--offload nowhere: neither cpu nor a folder that exists"),
+])  # fmt: skip
+def test_wrong_numbers_are_sentences(wrong, says):
+    done = run_script(ROOT / "02_zero.py", *wrong)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [
+    ["--stage", 1], ["--stage", 3, "--micro-batches", 2],
+    ["--stage", 3, "--layout", "per_parameter", "--offload", "cpu"],
+], ids=["1", "3", "offload"])  # fmt: skip
+def test_the_run_learns_and_sends_and_holds_what_it_says(more):
+    done = run_script(ROOT / "02_zero.py", "--ranks", 2, "--steps", 41, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.partition("step   loss")[2].splitlines()[1:]]
+    assert [int(row[0]) for row in rows] == [0, 10, 20, 30, 40]
+    assert float(rows[0][1]) > 5 and float(rows[-1][1]) < 2.8
+    assert all(row[4] == row[5] and (row[6] == row[7] or "offload" in str(more)) for row in rows)
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(tmp_path):
+    done = run_script(ROOT / "02_zero.py", "--ranks", 2, "--plot", tmp_path / "zero.png")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "zero.png").stat().st_size > 20_000
