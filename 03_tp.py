@@ -1211,7 +1211,7 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=60)
+    parser = arguments(__doc__, ranks=4, steps=40)
     parser.add_argument("--sp", choices=LADDER, default="regather", help="rung of the training")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
