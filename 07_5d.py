@@ -34,6 +34,7 @@ Questions  Q7.1 ** which ranks form a group?   Q7.2 *** over whom is a gradient 
 import argparse
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
@@ -43,6 +44,7 @@ from collections import Counter, defaultdict, namedtuple
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -74,8 +76,9 @@ class Grid:
         self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
         self.me = dist.get_rank()
         ranks = np.array([self.me]) if alone else np.arange(pp * dp * cp * tp)
-        # Q7.1 ** Name the axes of the ranks, for dense parameters and for experts. Which peers are
-        #         consecutive?   hint: the last name in the pattern of a rearrangement varies fastest
+        # Q7.1 ** Name the axes of the ranks, for dense parameters and for experts: whose neighbours
+        #         are neighbours in rank?
+        #         hint: the last name in the pattern of a rearrangement varies fastest
         self.dense = rearrange(ranks, f"({order}) -> pp dp cp tp", pp=pp, dp=dp, cp=cp, tp=tp)
         self.expert = rearrange(
             rearrange(self.dense, "pp dp cp tp -> pp (dp cp) tp"),
@@ -252,14 +255,15 @@ class Model:
              "group": grid[summed], "kind": kind}
             for kind, (_, summed) in self.table.items() if kind in self.kinds.values()
         ]  # fmt: skip
-        self.numel = {name: param.numel() for name, param in self.named.items()}
+        self.shapes = {name: param.shape for name, param in self.named.items()}
         for stage in self.stages.values() if args.zero == 3 else ():
             self._fully_shard(stage)
         reduce_dtype = torch.float32 if args.precision == "bf16" else None
         self.optimizer = zero.ZeroOptimizer(
             groups, optimizer_class, stage=args.zero, reduce_dtype=reduce_dtype, **given
         )
-        self.routers = [m for s in self.stages.values() for m in s.modules() if type(m) is ep.Router]
+        modules = [module for stage in self.stages.values() for module in stage.modules()]
+        self.routers = [module for module in modules if isinstance(module, ep.Router)]
 
     def _fully_shard(self, stage):
         """Make units of ZeRO-3: each block, the stage around them, and, under SP, each norm, whose
@@ -280,6 +284,17 @@ class Model:
         twice = 2 if (1, 0) in self.place else 1  # DualPipe: each stage stands on two ranks
         return twice * stage_ranks // self.grid.size(split)
         # /Q7.3
+
+    def parameters(self):
+        """How many parameters all ranks hold together, each counted once."""
+        mine = sum(
+            shape.numel() / self.copies(self.kinds[name])
+            for name, shape in self.shapes.items() if self.kinds[name] != "copy"
+        )  # fmt: skip
+        count = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        # all_reduce(SUM) over all ranks, 1
+        dist.all_reduce(count, group=self.grid["pp dp cp tp"])
+        return round(count.item())
 
     def micro_batches(self, x_BS, y_BS):
         """This rank's part of each micro-batch of the whole batch, labels that do not count -100:
@@ -332,10 +347,8 @@ class Model:
 
     def evaluate(self, x_BS, y_BS):
         """The loss of a batch, forward only, by the forwards of the same schedule."""
-        forwards = [
-            [cell for cell in (tuple(op for op in cell if op.kind == "F") for cell in cells) if cell]
-            for cells in self.schedule
-        ]
+        only_f = lambda cell: tuple(op for op in cell if op.kind == "F")
+        forwards = [[only_f(cell) for cell in cells if only_f(cell)] for cells in self.schedule]
         micro_batches = self.micro_batches(x_BS, y_BS)
         losses, _ = pp.execute(forwards, self.stages, micro_batches, self.grid["pp"])
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -383,18 +396,18 @@ def save(model, step, folder):
     dist.barrier(group=world)
     file = partial_ / f"rank_{me:05}.pt"
     mine = {"pieces": list(pieces(model)), "random": torch.get_rng_state()}
-    with open(file, "wb") as out:
-        torch.save(mine, out)
-        out.flush()
-        os.fsync(out.fileno())
-    digest = torch.tensor([*hashlib.sha256(file.read_bytes()).digest()], device=model.device)
+    content = io.BytesIO()
+    torch.save(mine, content)
+    write_synced(file, content.getvalue())
+    digest = torch.tensor([*hashlib.sha256(content.getvalue()).digest()], device=model.device)
     digests = digest.new_empty(dist.get_world_size(world) * len(digest))
     # all_gather over all ranks, 32 from each: all files are written, and this is what is in them
     dist.all_gather_single(digests, digest, group=world)
     if me == 0:
-        files = {f"rank_{r:05}.pt": bytes(row).hex() for r, row in enumerate(digests.view(-1, 32).tolist())}
-        about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args), "files": files}
-        write_synced(partial_ / "manifest.json", json.dumps(about, indent=1).encode())
+        rows = enumerate(digests.view(-1, 32).tolist())
+        files = {f"rank_{r:05}.pt": bytes(row).hex() for r, row in rows}
+        about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args)}
+        write_synced(partial_ / "manifest.json", json.dumps({**about, "files": files}).encode())
         partial_.rename(final)
         sync_folder(folder)
         for old in checkpoints(folder)[:-2]:
@@ -474,9 +487,10 @@ def load(model, folder):
                 found[name][key].setdefault(cut, []).append((span, tensor))
         if file.name == f"rank_{model.grid.me:05}.pt" and manifest["grid"] == model.grid.sizes:
             torch.set_rng_state(saved["random"])
-    state, order = {}, [(n, p) for g in model.optimizer.param_groups for n, p in zip(g["param_names"], g["params"])]
-    for index, (name, param) in enumerate(order):
-        local = {key: resharded(model, name, cuts, param) for key, cuts in found[name].items()}
+    state, groups = {}, model.optimizer.param_groups
+    named = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
+    for index, (name, param) in enumerate(named):
+        local = {key: resharded(model, name, cuts) for key, cuts in found[name].items()}
         master = local.pop("param")
         param.copy_(master)
         state[index] = {**local, **({"master": master} if param.dtype != master.dtype else {})}
@@ -484,28 +498,25 @@ def load(model, folder):
         for name, buffer in stage.named_buffers():
             if name in found:
                 buffer.copy_(found[name]["param"][0, 1][0][1])
-    model.optimizer.load_state_dict({
-        "state": state if any(len(tensors) > 0 for tensors in state.values()) else {},
-        "param_groups": [model.optimizer._options(g) for g in model.optimizer.param_groups],
-    })
+    groups = [model.optimizer._options(group) for group in groups]
+    model.optimizer.load_state_dict({"state": state, "param_groups": groups})
     return manifest["step"]
 
 
-def resharded(model, name, cuts, param):
+def resharded(model, name, cuts):
     """This rank's part of a tensor, from the pieces {(cut, of): [((start, stop), elements)]}."""
     (_, first), *_ = next(iter(cuts.values()))
     if first.dim() == 0:  # a number that belongs to the whole tensor, such as AdamW's step
         return first
-    parts = [torch.cat([x for _, x in sorted(pieces, key=lambda p: p[0])]) for _, pieces in sorted(cuts.items())]
-    spec = model.specs[name]
+    join = lambda pieces: torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])])
+    parts = [join(cuts[cut]) for cut in sorted(cuts)]
+    shape, spec = model.shapes[name], model.specs[name]
     if spec is None:
-        return parts[0].view(param.shape)
-    dim, kind, grid = spec[0], model.kinds[name], model.grid
-    split = "ep" if kind == "expert" else "tp"
-    whole_rows = param.shape[dim] * grid.size(split)
-    shape = [whole_rows // len(parts) if i == dim else n for i, n in enumerate(param.shape)]
-    whole = tp.unshard([part.view(shape) for part in parts], spec)
-    return tp.shard(whole, spec, grid.size(split), grid.at[split])
+        return parts[0].view(shape)
+    split, dim = model.table[model.kinds[name]][0], spec[0]
+    n, at = model.grid.size(split), model.grid.at[split]
+    theirs = [size * n // len(parts) if i == dim else size for i, size in enumerate(shape)]
+    return tp.shard(tp.unshard([part.view(theirs) for part in parts], spec), spec, n, at)
 
 
 def model_of(args):
@@ -513,6 +524,9 @@ def model_of(args):
     keys = "layers width heads kv_heads hidden experts top_k every tied text batch length".split()
     return {key: getattr(args, key) for key in keys}
 
+
+AXES = "pp", "dp", "cp", "tp", "ep", "all"
+RECOMPUTE = "none", "selective", "full"
 
 # ── what it sends, by formula ────────────────────────────────────────────────────────────────
 
@@ -528,8 +542,8 @@ def sent_by_formula(model, x_BS, plans):
     X, d = b * s * args.width * e, args.width // args.heads
     around = part(n_tp) * X  # one reduce-scatter or all-gather of this rank's tokens
     for stage in model.stages.values():
-        layers = [layer for block in stage.blocks.values() for layer in (block.attention, block.mlp)]
-        cut = sum(not isinstance(layer, ep.MoE) for layer in layers)
+        dense = [not isinstance(block.mlp, ep.MoE) for block in stage.blocks.values()]
+        cut = len(dense) + sum(dense)  # layers that tp cuts: attention, and MLPs of no experts
         sent["tp"] += m * cut * around * (5 if args.sp else 4)
         if stage.first:
             sent["tp"] += m * around * 2
@@ -559,20 +573,21 @@ def sent_by_formula(model, x_BS, plans):
     elif args.tied and len(ends) == 2 and grid.at["pp"] in ends:
         sent["pp"] += model.named["embedding.weight"].nbytes
     over, squares = defaultdict(int), 8 * len(model.optimizer.param_groups)
-    for name, elements in model.numel.items():
-        over[model.table[model.kinds[name]][1]] += elements
+    for name, shape in model.shapes.items():
+        over[model.table[model.kinds[name]][1]] += shape.numel()
     for axes, P in over.items():
         n = size(axes)
         padded = -(-P // n) * n if args.zero else P
         sent["dp"] += part(n) * (2 * squares if args.zero else 0)
-        sent["dp"] += part(n) * 2 * padded * e if args.zero < 3 else 0
+        sent["dp"] += part(n) * {0: 2, 1: 1, 3: 0}[args.zero] * padded * e  # 1 gathers in step()
     for unit in model.optimizer.shards if args.zero == 3 else ():
         row = -(-sum(shape.numel() for shape in unit.shapes) // unit.n) * e
         sent["dp"] += 3 * m * (unit.n - 1) * row  # gathered twice, reduced once, each micro-batch
         sent["dp"] += 2 * 8 * (size("dp cp") - 1)  # once: do all ranks enter the same unit?
     sent["dp"] += 2 * part(size("dp cp")) * 8
     routers = sum(router.balance > 0 for router in model.routers)
-    sent["dp"] += m * routers * 2 * part(size("dp cp tp" if args.sp else "dp cp")) * 8 * args.experts
+    among = size("dp cp tp" if args.sp else "dp cp")
+    sent["dp"] += m * routers * 2 * part(among) * 8 * args.experts  # counts, for the balance loss
     sent["all"] = 2 * part(size("pp dp cp tp")) * 16
     return sent
 
@@ -611,9 +626,9 @@ def local_gradients(model):
 
 def part_of(whole, model, name, span):
     """The elements of a whole tensor that this rank holds as `span` of its part."""
-    spec, kind = model.specs[name], model.kinds[name]
+    spec = model.specs[name]
     if spec is not None:
-        split = "ep" if kind == "expert" else "tp"
+        split, _ = model.table[model.kinds[name]]
         whole = tp.shard(whole, spec, model.grid.size(split), model.grid.at[split])
     return whole.flatten()[slice(*span)]
 
@@ -645,49 +660,60 @@ def proof_batch(args, grid):
 
 
 def proof(args, grid, device):
-    """Rows: loss, norm, every gradient, parameters after three steps; bytes by axis; bytes held;
-    and the table of reductions with one entry changed."""
-    batch = proof_batch(args, grid)
-    model = Model(args, grid, device)
-    twin = twin_of(model)
-    plans = []
-
-    def note_plan(*given):
-        plans.append(real(*given))
-        return plans[-1]
-
-    with dp.Ledger() as ledger:
-        real, ep.make_plan = ep.make_plan, note_plan
+    """Rows: loss, norm, every gradient, weights after three steps; bytes by axis; bytes held; and
+    the table of reductions with one entry changed."""
+    batch, model = proof_batch(args, grid), Model(args, grid, device)
+    twin, plans = twin_of(model), []
+    note = lambda *given, real=ep.make_plan: plans.append(real(*given)) or plans[-1]
+    with dp.Ledger() as ledger, patch.object(ep, "make_plan", note):
         loss, norm = model.gradients(*batch)
-        ep.make_plan = real
     wanted_loss, wanted_norm = twin.gradients(*batch)
     wanted = {name: part.view_as(twin.named[name]) for name, _, part in local_gradients(twin)}
-    off = lambda found, wanted: abs(found - wanted) / wanted
     yield dp.Row("every gradient", largest_error(local_gradients(model), wanted, model))
-    yield dp.Row("loss", off(loss, wanted_loss))
-    yield dp.Row("norm of the gradient", off(norm, wanted_norm))
+    yield dp.Row("loss", abs(loss / wanted_loss - 1))
+    yield dp.Row("norm of the gradient", abs(norm / wanted_norm - 1))
     found, formula = sent_by_axis(ledger, grid), sent_by_formula(model, batch[0], plans)
-    if args.recompute == "none":
-        for axis in ("pp", "dp", "cp", "tp", "ep", "all"):
-            yield dp.Row(f"bytes over {axis}", 0.0, sent=(found[axis], formula[axis]))
+    for axis in AXES if args.recompute == "none" else ():
+        yield dp.Row(f"bytes over {axis}", 0.0, sent=(found[axis], formula[axis]))
     model.optimizer.step()
-    yield dp.Row("bytes of weights and AdamW's state", 0.0, held=(held(model), held_by_formula(model, twin)))
+    found = held(model), held_by_formula(model, twin)
+    yield dp.Row("bytes of weights and AdamW's state", 0.0, held=found)
+    found = kept_by_block(args, grid, device, "full")
+    yield dp.Row("kept by a block, recomputed in full", 0.0, held=found)
 
-    models = [build(optimizer_class=torch.optim.SGD, lr=0.1) for build in (partial(Model, args, grid, device), partial(twin_of, model))]
+    sgd = dict(optimizer_class=torch.optim.SGD, lr=0.1)
+    model, twin = Model(args, grid, device, **sgd), twin_of(model, **sgd)
     for _ in range(3):
-        for each in models:
+        for each in (model, twin):
             each.step(*batch, rate=0.1)
-    stepped = {name: param for name, param in models[1].named.items()}
-    pieces_here = [(name, span, tensors["param"]) for name, span, tensors in models[0].optimizer.local_state()]
-    yield dp.Row("weights after three SGD steps", largest_error(pieces_here, stepped, models[0]))
-    yield from wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm)
+    state = model.optimizer.local_state()
+    found = [(name, span, tensors["param"]) for name, span, tensors in state]
+    yield dp.Row("weights after three SGD steps", largest_error(found, twin.named, model))
+    yield from wrong_on_purpose(args, grid, device, batch, twin_of(model), wanted, wanted_norm)
+
+
+def kept_by_block(args, grid, device, recompute):
+    """Bytes that a block keeps of one sample for backward, weights apart; and those of its input
+    and positions, which is all that full recomputation needs."""
+    args = argparse.Namespace(**{**vars(args), "recompute": recompute})
+    (attend, layout), inner = attention_of(args, grid), grid.size("tp") if args.sp else 1
+    positions_s = cp.positions(args.length, grid["cp"], layout, inner).to(device)
+    x = torch.randn(1, len(positions_s) // inner, args.width, dtype=torch.float64, device=device)
+    block = Block(args, 0, grid, attend).to(x)
+    weights = {param.untyped_storage()._cdata for param in block.parameters()}
+    with cp.kept_bytes() as kept:
+        block(x.clone().requires_grad_(), positions_s)
+    total = sum(nbytes for storage, nbytes in kept.items() if storage not in weights)
+    return total, x.nbytes + positions_s.nbytes
 
 
 def held(model):
     """Bytes of this rank's weights between steps, and of AdamW's state of each element."""
-    own = [tensor for *_, tensors in model.optimizer.local_state() for key, tensor in tensors.items()
-           if tensor.dim() and (key != "param" or model.args.zero == 3)]  # fmt: skip
-    return sum(p.nbytes for p in model.named.values()) + sum(tensor.nbytes for tensor in own)
+    total = sum(param.nbytes for param in model.named.values())
+    for *_, tensors in model.optimizer.local_state():
+        own = {key for key in tensors if key != "param" or model.args.zero == 3}
+        total += sum(tensors[key].nbytes for key in own if tensors[key].dim())
+    return total
 
 
 def held_by_formula(model, twin):
@@ -710,39 +736,37 @@ def held_by_formula(model, twin):
 def wrong_on_purpose(args, grid, device, batch, twin, wanted, wanted_norm):
     """The reduction table with one entry changed, and the error that it must show."""
     args = argparse.Namespace(**{**vars(args), "zero": 0})  # so that every rank has all to compare
-    model = Model(args, grid, device)
-    square = lambda kind: sum(
-        wanted[name].square().sum().item() for name in wanted
-        if twin.kinds[name] == kind
-    )  # fmt: skip
-    if grid.size("tp") > 1:
+    model, n_tp, n_ep = Model(args, grid, device), grid.size("tp"), grid.size("ep")
+    if n_tp > 1:
         right = model.copies
-        model.copies = lambda kind: right(kind) // (grid.size("tp") if kind == "whole" else 1)
-        _, norm = model.gradients(*batch)
-        predicted = math.sqrt(wanted_norm**2 + (grid.size("tp") - 1) * square("whole"))
-        yield dp.Row("norms' squares counted tp times", norm / wanted_norm - 1, wrong=predicted / wanted_norm - 1)
-    if args.experts and grid.size("ep") > 1:
+        model.copies = lambda kind: right(kind) // (n_tp if kind == "whole" else 1)
+        whole = [wanted[name] for name in wanted if twin.kinds[name] == "whole"]
+        squares = sum(gradient.square().sum().item() for gradient in whole)
+        predicted = math.sqrt(1 + (n_tp - 1) * squares / wanted_norm**2) - 1
+        found = model.gradients(*batch)[1] / wanted_norm - 1
+        yield dp.Row("norms counted once a tp rank", found, wrong=predicted)
+    if args.experts and n_ep > 1:
         over = {"expert": ("ep", reduction_table(args.sp)["whole"][1])}
         model = Model(args, grid, device, table=over)
         model.gradients(*batch)
-        experts = [name for name in wanted if twin.kinds[name] == "expert"]
-        summed = {  # each place among a rank's experts gets the sum of all ranks' experts there
-            name: sum(wanted[name].chunk(grid.size("ep"))).repeat(grid.size("ep"), 1, 1)
-            for name in experts
-        }
+        experts = {name: wanted[name] for name in wanted if twin.kinds[name] == "expert"}
         found = [each for each in local_gradients(model) if each[0] in experts]
-        predicted = max(dp.relative_error(summed[n], wanted[n]) for n in experts)
-        yield dp.Row("experts summed over dp x cp", largest_error(found, wanted, model), wrong=predicted)
-    ends = [rank for (way, stage), rank in model.place.items() if stage in (0, n_stages(args) - 1)]
+        # each place among a rank's experts gets the sum of what all ranks have in that place
+        predicted = max(
+            dp.relative_error(sum(w.chunk(n_ep)).repeat(n_ep, 1, 1), w) for w in experts.values()
+        )
+        error = largest_error(found, wanted, model)
+        yield dp.Row("experts summed over dp x cp", error, wrong=predicted)
+    ends = [rank for (_, stage), rank in model.place.items() if stage in (0, n_stages(args) - 1)]
     if args.tied and len(ends) == len(set(ends)) == 2:
         model = Model(args, grid, device)
-        shared, pp.share_gradients = pp.share_gradients, lambda *_: None
-        model.gradients(*batch)
-        pp.share_gradients = shared
-        ends = untied_gradients(twin, batch)
-        predicted = max(dp.relative_error(end, wanted["embedding.weight"]) for end in ends)
+        with patch.object(pp, "share_gradients", lambda *_: None):
+            model.gradients(*batch)
         found = [each for each in local_gradients(model) if each[0] == "embedding.weight"]
-        yield dp.Row("tied embedding not summed", largest_error(found, wanted, model), wrong=predicted)
+        whole = wanted["embedding.weight"]
+        predicted = max(dp.relative_error(end, whole) for end in untied_gradients(twin, batch))
+        error = largest_error(found, wanted, model)
+        yield dp.Row("tied embedding not summed", error, wrong=predicted)
 
 
 def untied_gradients(twin, batch):
@@ -763,16 +787,17 @@ def untied_gradients(twin, batch):
 
 def train(args, grid, device):
     """Train on text; print the loss beside the unigram entropy, and what a step sends by axis."""
-    text, model = dp.read_text(args.text, 0), Model(args, grid, device, weight_decay=0.1, betas=(0.9, 0.95))
+    text = dp.read_text(args.text, 0)
     training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]
+    model = Model(args, grid, device, weight_decay=0.1, betas=(0.9, 0.95))
     first = load(model, args.resume) if args.resume else 0
-    elements = sum(p.numel() / model.copies(model.kinds[n]) for n, p in model.named.items() if model.kinds[n] != "copy")
-    count = torch.tensor([elements], dtype=torch.float64, device=device)
-    # all_reduce(SUM) over all ranks, 1: every element once
-    dist.all_reduce(count, group=grid["pp dp cp tp"])
-    dp.say(f"\n{count.item():,.0f} parameters; unigram entropy of the text {dp.unigram_entropy(text):.3f}"
-           + (f"; going on from step {first}" if first else ""))  # fmt: skip
-    dp.say("step   loss   norm   tokens/s   " + "  ".join(f"{axis:>9}" for axis in AXES) + "   bytes sent by rank 0")
+    P = model.parameters()
+    dp.say(
+        f"\n{P:,} parameters; unigram entropy of the text {dp.unigram_entropy(text):.3f}"
+        + (f"; going on from step {first}" if first else "")
+    )
+    axes = "".join(f"{axis:>10}" for axis in AXES)
+    dp.say(f"step   loss   norm   tokens/s{axes}   bytes that rank 0 sent")
     for step in range(first, args.steps):
         started = time.perf_counter()
         x_BS, y_BS = dp.sample(training, step, args.batch, args.length)
@@ -780,30 +805,38 @@ def train(args, grid, device):
             loss, norm = model.step(x_BS, y_BS, rate_at(step, args))
         if not math.isfinite(norm):
             dp.say(f"{step:4}  skipped on every rank: the gradient's norm is {norm}")
-        elif step % args.every_steps == 0 or step == args.steps - 1:
-            rate, sent = args.batch * args.length / (time.perf_counter() - started), sent_by_axis(ledger, grid)
-            dp.say(f"{step:4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}   " + "  ".join(f"{sent[a]:9,.0f}" for a in AXES))
+        elif step % args.print_every == 0 or step == args.steps - 1:
+            rate = args.batch * args.length / (time.perf_counter() - started)
+            sent = "".join(f"{sent_by_axis(ledger, grid)[axis]:10,.0f}" for axis in AXES)
+            dp.say(f"{step:4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}{sent}{utilisation(P, rate)}")
         if args.save and ((step + 1) % args.save_every == 0 or step == args.steps - 1):
             save(model, step + 1, args.save)
     x_BS, y_BS = dp.sample(held_out, 0, args.batch, args.length)
-    dp.say(f"held-out loss {model.evaluate(x_BS, y_BS):.3f}")
+    dp.say(f"loss of text that was held out {model.evaluate(x_BS, y_BS):.3f}")
     return 0
 
 
-AXES = ("pp", "dp", "cp", "tp", "ep", "all")
+def utilisation(P, rate):
+    """Model FLOPs utilisation by 6 P a token, experts that rest included, where a peak is known."""
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        peak = importlib.import_module("memory_math").peak_flops(torch.cuda.get_device_name())
+    except ValueError:
+        return ""
+    return f"   MFU {6 * P * rate / (peak * dist.get_world_size()):.1%}"
 
 
 def main(args, device):
     """Prove on this very grid, then train."""
     grid = Grid(args.pp, args.dp, args.cp, args.tp, args.ep, args.order, timeout=args.timeout)
     dp.say(f"07 five axes · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
-    for line in grid.lines():
-        dp.say(line)
-    dp.say()
+    dp.say("\n".join(grid.lines()) + "\n")
     broken = dp.prove(list(proof(small(args), grid, device)), device)
-    if args.steps:
-        broken |= train(args, grid, device)
-    return broken
+    kept = {how: kept_by_block(small(args), grid, device, how)[0] for how in RECOMPUTE}
+    dp.say("\na block keeps for backward, by --recompute, bytes of a sample: "
+           + ", ".join(f"{how} {nbytes:,}" for how, nbytes in kept.items()))  # fmt: skip
+    return broken | (train(args, grid, device) if args.steps else 0)
 
 
 def n_stages(args):
@@ -824,25 +857,26 @@ def validate(args, ranks):
         raise ValueError(f"--order {args.order!r}: name each of pp, dp, cp and tp once")
     if (args.dp * args.cp) % args.ep:
         fit = [n for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
-        raise ValueError(f"--ep {args.ep} does not divide --dp {args.dp} x --cp {args.cp}: use {fit}")
+        plane = f"--dp {args.dp} x --cp {args.cp}"
+        raise ValueError(f"--ep {args.ep} does not divide {plane}: use one of {fit}")
     if args.experts and args.experts % args.ep:
         raise ValueError(f"--ep {args.ep} does not divide --experts {args.experts}")
     if args.experts and not 1 <= args.top_k <= args.experts:
         raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
     if args.zero == 3 and args.recompute == "full" and args.sp and args.tp > 1:
-        raise ValueError("--zero 3 --recompute full: a block's norms are units of their own: --no-sp")
+        raise ValueError("--zero 3 --recompute full: under SP norms are units: say --no-sp")
     if args.zero == 3 and args.experts:
-        raise ValueError(f"--zero 3 shards dense models: say --experts 0, or --zero 1")
+        raise ValueError("--zero 3 shards dense models: say --experts 0, or --zero 1")
     if args.zero == 3 and args.tied and args.pp > 1:
-        raise ValueError(f"--zero 3 --pp {args.pp}: the ends of a pipeline share no shard: say --no-tied")
+        raise ValueError(f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied")
     if args.tp > args.kv_heads or args.kv_heads % args.tp:
         raise ValueError(f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
     tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
     tp.divides(args.tp, hidden=args.hidden)
     if args.attention == "ulysses" and (args.heads // args.tp) % args.cp:
         raise ValueError(
-            f"--attention ulysses: --cp {args.cp} does not divide the {args.heads // args.tp} heads "
-            f"that --tp {args.tp} leaves a rank"
+            f"--attention ulysses: --cp {args.cp} does not divide the "
+            f"{args.heads // args.tp} heads that --tp {args.tp} leaves a rank"
         )
     pieces = 2 * args.cp * (args.tp if args.sp else 1)
     if args.length % pieces:
@@ -853,12 +887,14 @@ def validate(args, ranks):
             f"x --dp {args.dp}"
         )
     if n_stages(args) > args.layers:
-        raise ValueError(f"--layers {args.layers}: {args.schedule} on --pp {args.pp} has {n_stages(args)} stages")
+        stages = f"{args.schedule} on --pp {args.pp} has {n_stages(args)} stages"
+        raise ValueError(f"--layers {args.layers}: {stages}, of a layer or more each")
     dp.read_text(args.text, at_least=20 * (args.length + 1))
     if args.resume and (found := newest(args.resume)):
         for key, value in found[1]["model"].items():
             if value != getattr(args, key):
-                raise ValueError(f"--resume {found[0]} was trained with {key} {value}, not {getattr(args, key)}")
+                given = getattr(args, key)
+                raise ValueError(f"--resume: {found[0]} has {key} {value}, not {given}")
     elif args.resume and args.resume != args.save:
         raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
 
@@ -873,7 +909,7 @@ def options(argv=None):
     parser.add_argument("--attention", choices=("ring", "all-gather", "ulysses"), default="ring")
     parser.add_argument("--sp", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--zero", type=int, choices=(0, 1, 3), default=1)
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--balance", choices=("aux", "bias", "none"), default="aux")
     parser.add_argument("--decay", choices=("cosine", "wsd"), default="cosine")
@@ -882,7 +918,7 @@ def options(argv=None):
     for name, default in (
         ("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 4), ("hidden", 128),
         ("experts", 4), ("top-k", 2), ("every", 2), ("length", 64), ("batch", 16),
-        ("micro-batches", 2), ("save-every", 10), ("every-steps", 5),
+        ("micro-batches", 2), ("save-every", 10), ("print-every", 5),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--save", metavar="DIR", help="write checkpoints there")
