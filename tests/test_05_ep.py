@@ -102,7 +102,8 @@ def test_the_router_computes_in_at_least_fp32_and_the_layer_returns_what_it_got(
     exact.weight.data = layer.router.weight.data.double()
     assert torch.equal(layer.router(x).expert, exact(x.double()).expert)
     assert layer.router(x).gates.dtype == torch.float32
-    assert layer(x).dtype == torch.bfloat16 and layer.double()(x.double()).dtype == torch.float64
+    assert layer(x).dtype == torch.bfloat16
+    assert exact(x.double()).gates.dtype == torch.float64
 
 
 # ── capacity (ep-06) ─────────────────────────────────────────────────────────────────────────
@@ -370,11 +371,16 @@ def test_two_hops_send_fewer_bytes_across_nodes_and_as_few_as_distinct_nodes():
 
 def uneven(path, tokens):
     """A layer whose ranks have tokens[rank] tokens, beside its twin on all of them."""
-    n, r = dist.get_world_size(), dist.get_rank()
-    groups = ep.make_groups(n, 2)
+    groups = ep.make_groups(dist.get_world_size(), 2)
     if path is ep.two_hops:
         path = partial(path, nodes=(groups.inside, groups.across))
-    twin, moe = ep.twins(path, groups, CPU, E=16, k=2, balance=0.1, z=0.1)
+    for bias in ((), (9.0, 9.0)):  # then experts 0 and 1, of rank 0, take everything
+        pair = ep.twins(path, groups, CPU, E=16, bias=bias, balance=0.1, z=0.1)
+        beside_twin(*pair, groups, tokens)
+
+
+def beside_twin(twin, moe, groups, tokens):
+    n, r = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(2)
     x = double(1, sum(tokens), 16).requires_grad_()
     mine = x.detach().split(tokens, 1)[r].requires_grad_()
@@ -394,14 +400,15 @@ def test_ranks_with_few_tokens_and_with_none_take_part(path):
     on_ranks(4, uneven, path, [5, 0, 1, 7], timeout=20)
 
 
-def test_unused_experts_get_zeros_and_memory_that_nobody_wrote_is_not_read():
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_unused_experts_get_zeros_and_memory_that_nobody_wrote_is_not_read(factor):
     """ep-01: every new buffer is filled with NaN; all tokens go to expert 0 of 4, on rank 0."""
 
     def step():
         torch.use_deterministic_algorithms(True)
         assert torch.empty(3).isnan().all()
         torch.manual_seed(0)
-        layer = ep.MoE(ep.Router(8, 4, **PLAIN), 8, world(), shared=4).double()
+        layer = ep.MoE(ep.Router(8, 4, **PLAIN, factor=factor), 8, world(), shared=4).double()
         layer.router.bias_E[0] = 9.0
         x = double(2, 6, 8).requires_grad_()
         y = layer(x)
