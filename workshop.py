@@ -137,7 +137,8 @@ class Question:
         pad = self.region.indent if self.region else ""
         first = f"{pad}# {self.id} {'*' * self.stars} "
         rest = f"{pad}#".ljust(len(first))
-        head = textwrap.wrap(self.text, 100, initial_indent=first, subsequent_indent=rest)
+        pads = dict(initial_indent=first, subsequent_indent=rest)
+        head = textwrap.wrap(self.text, 100, break_on_hyphens=False, **pads)
         return [*head, *lines, f"{pad}# /{self.id}"]
 
 
@@ -455,7 +456,8 @@ def grade(attempts, patience):
         for i in range(len(attempts)):
             while i not in done:
                 while waiting and len(trials) < (os.cpu_count() or 1):
-                    trials[waiting[0]] = Trial(attempts[waiting.pop(0)], patience)
+                    k = waiting.pop(0)
+                    trials[k] = Trial(attempts[k], patience)
                 ready = connection.wait([trial.answer for trial in trials.values()])
                 for k in [k for k, trial in trials.items() if trial.answer in ready]:
                     done[k] = trials.pop(k).verdict()

@@ -5,6 +5,7 @@ rows, (label, text), in the terms of the question. workshop.py calls both.
 """
 
 import faulthandler
+import itertools
 import math
 import operator
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import harness
 import pytest
+
+CASES = 3  # of a test with more, the first: a learner waits, and they go from small to large
 
 NEEDED = {  # of a comparison: what it asked for, and whether it got it
     "==": ("", operator.eq), "!=": ("anything but ", operator.ne), "is": ("", operator.is_),
@@ -32,7 +35,7 @@ def run(question, chapter, folder, patience, stack):
 
     Returns how many passed, and of the first that did not (its name, the kind of its exception,
     that exception's words, the traceback), or None. Ranks wait for each other `patience` seconds;
-    a test that takes twice that is ended, with the process, and `stack` says where it stood.
+    a test that takes far longer is ended, with its process, and `stack` says where it stood.
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
@@ -57,6 +60,9 @@ class Examiner:
     def pytest_collection_modifyitems(self, items):
         asked = lambda item: [id for mark in item.iter_markers("question") for id in mark.args]
         items[:] = [item for item in items if self.question in asked(item)]
+        of_test = lambda item: item.nodeid.partition("[")[0]
+        cases = [list(group) for _, group in itertools.groupby(items, of_test)]
+        items[:] = [item for group in cases for item in group[:CASES]]
 
     def pytest_collectreport(self, report):
         if report.failed and not self.failure:
@@ -67,7 +73,8 @@ class Examiner:
         self.stack.truncate()
         self.stack.write(f"{item.name}\n")
         self.stack.flush()
-        faulthandler.dump_traceback_later(2 * self.patience, exit=True, file=self.stack)
+        late = 2 * self.patience + 10
+        faulthandler.dump_traceback_later(late, exit=True, file=self.stack)
 
     def pytest_runtest_makereport(self, item, call):
         if call.when != "setup":
@@ -107,7 +114,19 @@ def brief(value, room=110):
         first = ", ".join(f"{x:.6g}" for x in value.flatten()[:6].tolist())
         more = ", ..." if math.prod(value.shape) > 6 else ""
         return f"[{first}{more}] of shape {tuple(value.shape)}, {value.dtype}"
-    return cut(repr(value), room)
+    return cut(plain(value), room)
+
+
+def plain(value):
+    """A value as text: of a row of the proof, its name, and what is not as claimed."""
+    if hasattr(value, "error") and hasattr(value, "held"):
+        pairs = [(what, getattr(value, what)) for what in ("sent", "held")]
+        bytes_ = [f", {what} {p[0]:,.0f} of {p[1]:,.0f}" for what, p in pairs if p and p[0] != p[1]]
+        return f"{value.name}: error {value.error:.2g}{''.join(bytes_)}"
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(plain, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return cut(repr(value), 60)
 
 
 def cut(text, room=160):

@@ -1,0 +1,394 @@
+"""workshop: its files, its grading, its commands as a learner uses them, and every wrong answer."""
+
+import ast
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+import tomllib
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, chapter, on_ranks
+
+import memory_math
+import workshop
+
+QUESTIONS = [question for file in workshop.chapters() for question in workshop.questions(file)]
+BY_ID = {question.id: question for question in QUESTIONS}
+WRONG = [
+    (id, wrong)
+    for file in sorted((ROOT / "tests/wrong_answers").glob("*.toml"))
+    for id, answers in tomllib.loads(file.read_text()).items()
+    for wrong in answers
+]
+each_question = pytest.mark.parametrize("id", BY_ID)
+each_chapter = pytest.mark.parametrize("file", workshop.chapters(), ids=lambda file: file.stem)
+
+
+# ── questions and their files ────────────────────────────────────────────────────────────────
+
+
+@each_question
+def test_a_question_has_a_hint_an_answer_and_two_wrong_ones(id):
+    question = BY_ID[id]
+    assert question.text and question.hint and question.answer and question.stars in (1, 2, 3)
+    wrong = [answer for of, answer in WRONG if of == id]
+    assert len(wrong) >= 2
+    for answer in wrong:
+        assert "\n".join(question.answer).count(answer["replace"]) == 1, answer["why"]
+
+
+@each_chapter
+def test_an_exercise_file_is_the_chapter_without_its_answers_and_hints(file):
+    text, asked = workshop.exercise(file, {}), workshop.questions(file)
+    assert "hint: " not in text
+    found = workshop.regions(text.splitlines())
+    assert found.keys() == {question.id for question in asked}
+    lines = text.splitlines()
+    for question in asked:
+        region = found[question.id]
+        assert lines[region.body : region.end] == question.stub
+        assert " ".join(region.words) == question.text
+        head = lines[region.body - len(region.words) : region.end]
+        assert max(map(len, head)) <= 100
+        assert question.account or ast.parse(text) and region.indent, "a stub runs when imported"
+
+
+@each_chapter
+def test_an_exercise_file_with_all_answers_is_the_chapter(file):
+    answers = {question.id: question.answer for question in workshop.questions(file)}
+    tree = ast.parse(workshop.exercise(file, answers))
+    accounts = [node for node in tree.body if re.match(r"A\d_\d = ", ast.unparse(node))]
+    assert len(accounts) == sum(id[0] == "A" for id in answers)
+    tree.body = [node for node in tree.body if node not in accounts]
+    assert ast.dump(tree) == ast.dump(ast.parse(file.read_text()))
+
+
+@pytest.mark.parametrize("id", [id for id in BY_ID if id[0] == "A"])
+def test_an_account_is_answered_by_what_memory_math_says(id):
+    account = BY_ID[id].account
+    for layout in account["layouts"]:
+        given = dict(zip(account["letters"], layout))
+        truth = eval(account["truth"], vars(memory_math) | given)
+        assert eval(account["answer"], dict(given)) == pytest.approx(truth, rel=1e-12)
+
+
+def asked_of(id, *layout):
+    account = BY_ID[id].account
+    given = dict(zip(account["letters"], layout, strict=True))
+    return eval(account["truth"], vars(memory_math) | given)
+
+
+def test_accounts_are_what_the_ledger_counts():
+    n, T, V, S, h, d = 4, 24, 64, 32, 4, 6
+    dp, tp, cp = chapter("01_dp"), chapter("03_tp"), chapter("06_cp_ring")
+    world = lambda: dist.group.WORLD
+
+    def gradients():
+        model = dp.tiny_model(torch.device("cpu"))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with dp.Ledger() as ledger:
+            dp.all_reduce_gradients(model, world())
+        return sum(ledger.sent.values()) / sum(p.nbytes for p in model.parameters())
+
+    def loss():
+        logits, labels = torch.randn(1, T, V // n), torch.zeros(1, T, dtype=torch.long)
+        with tp.Ledger() as ledger:
+            tp.vocab_parallel_cross_entropy(logits, labels, T, world())
+        return sum(ledger.sent.values())
+
+    def attention(how):
+        q, k, v = torch.randn(3, 1, S // n, h, d, requires_grad=True)
+        with cp.Ledger() as ledger:
+            out = how(q, k, v, world())
+            forward = sum(ledger.sent.values())
+            out.sum().backward()
+        return forward, sum(ledger.sent.values())
+
+    def measured():
+        return gradients(), loss(), attention(cp.ring_attention), attention(cp.ulysses_attention)
+
+    for share, lost, (_, ring), (ulysses, _) in on_ranks(n, measured):
+        assert share == pytest.approx(asked_of("A1.1", 1, n, 1))
+        assert lost == pytest.approx(asked_of("A3.2", T, V, n))
+        assert ring == pytest.approx(asked_of("A6.1", S, h, d, n, 4, 4))
+        assert ulysses == pytest.approx(asked_of("A6.2", S, h, h, d, n, 4))
+
+
+def test_workshop_md_has_every_question_and_paths_that_fit(capsys):
+    text = (ROOT / "WORKSHOP.md").read_text()
+    workshop.table(QUESTIONS)
+    assert capsys.readouterr().out.strip() in text, "paste: python workshop.py table"
+    for name, minutes in ("Two hours", 120), ("One day", 390):
+        section = re.search(rf"^### {name}.*?(?=^#|\Z)", text, re.M | re.S)[0]
+        ids = re.findall(r"\b[QA]\d\.\d\b", section)
+        assert len(ids) == len(set(ids)) and set(ids) <= BY_ID.keys()
+        assert ids == [id for id in BY_ID if id in ids], "each builds on the last"
+        assert 0.8 * minutes <= sum(BY_ID[id].minutes for id in ids) <= minutes
+
+
+# ── as a learner uses it ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project, whose exercises are nobody's."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.json"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    return tmp_path
+
+
+def run(project, *args, columns=100):
+    command = [sys.executable, "workshop.py", *args]
+    env = os.environ | {"COLUMNS": str(columns), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def answer(project, id, lines):
+    """Write a learner's lines between the marks of a question."""
+    path = project / "exercises" / BY_ID[id].chapter.name
+    text = path.read_text().splitlines()
+    region = workshop.regions(text)[id]
+    text[region.body : region.end] = [region.indent + line for line in lines]
+    path.write_text("\n".join(text) + "\n")
+
+
+def reference(id):
+    pad = BY_ID[id].region.indent if BY_ID[id].region else ""
+    return [line.removeprefix(pad) for line in BY_ID[id].answer]
+
+
+def test_nothing_is_started_and_it_says_what_to_do(project):
+    code, out, _ = run(project)
+    assert code == 0 and all(id in out for id in BY_ID)
+    assert out.endswith("next: read 01_dp.py, then python workshop.py start 01\n")
+    for wrong in (["check"], ["watch", "01"], ["reset", "Q1.1"]):
+        code, _, err = run(project, *wrong)
+        assert code == 2 and "start 01" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [["check", "9"], ["hint", "Q9.9"], ["show", "dp"]])
+def test_what_is_no_question_and_no_chapter_is_named(project, wrong):
+    code, _, err = run(project, *wrong)
+    assert code == 2 and wrong[1] in err and err.count("\n") == 1
+
+
+def test_start_never_overwrites_and_again_keeps_a_dated_copy(project):
+    assert run(project, "start", "01")[0] == 0
+    answer(project, "Q1.1", ["share = 1"])
+    path = project / "exercises/01_dp.py"
+    mine = path.read_text()
+    code, _, err = run(project, "start", "01")
+    assert code == 2 and "--again" in err and path.read_text() == mine
+    for copies in 1, 2:
+        assert run(project, "start", "01", "--again")[0] == 0
+        aside = list(path.parent.glob("01_dp.py.20*"))
+        assert len(aside) == copies and any(copy.read_text() == mine for copy in aside)
+        assert path.read_text() == workshop.exercise(project / "01_dp.py", {})
+
+
+def test_start_with_a_question_empties_that_one_alone(project):
+    code, out, _ = run(project, "start", "01", "--question", "Q1.4")
+    text = (project / "exercises/01_dp.py").read_text()
+    assert code == 0 and text.count("raise NotImplementedError") == 1
+    assert 'NotImplementedError(\n            "Q1.4 ' in text
+    code, out, _ = run(project, "check", "01")
+    assert code == 1 and out.count("  given\n") == 6 and "Q1.4 **   not started" in out
+    assert run(project, "start", "01", "--question", "Q3.1")[0] == 2
+
+
+def test_one_check_tells_right_wrong_hung_open_and_broken_apart(project):
+    run(project, "start", "01")
+    answer(project, "Q1.1", reference("Q1.1"))
+    answer(project, "Q1.2", ["for tensor in module.parameters()", "    pass"])
+    answer(project, "Q1.3", reference("Q1.3")[:-1])  # never launches another
+    answer(project, "Q1.4", ["while True:", "    pass"])
+    answer(project, "A1.1", ["A1_1 = lambda P, n, K: 2 * (n - 1) / n * P * K"])
+    answer(project, "Q1.6", reference("Q1.6"))
+    path = project / "exercises/01_dp.py"
+    text = path.read_text().replace("    # /Q1.5\n", "").replace("tiny_model(", "my_model(", 1)
+    path.write_text(text + "and this does not parse\n")
+    code, out, _ = run(project, "check", "01", "--json", "--timeout", "4")
+    found = {record["question"]: record for record in json.loads(out)}
+    assert code == 1 and {id: record["state"] for id, record in found.items()} == {
+        "Q1.1": "solved", "Q1.2": "does not parse", "Q1.3": "hangs", "Q1.4": "hangs",
+        "A1.1": "wrong", "Q1.5": "mark lost", "Q1.6": "solved",
+    }  # fmt: skip
+    line = lambda words: next(i for i, x in enumerate(text.splitlines(), 1) if words in x)
+    expected = f"exercises/01_dp.py:{line('for tensor in module')}  for tensor in module"
+    assert found["Q1.2"]["line"].startswith(expected) and found["Q1.2"]["python"] == "expected ':'"
+    assert f"exercises/01_dp.py:{line('while True:')}  while True:" in found["Q1.4"]["rank 0"] or (
+        f"exercises/01_dp.py:{line('while True:') + 1}  pass" in found["Q1.4"]["rank 0"]
+    )
+    assert found["A1.1"]["expected"] == "506,496" and found["A1.1"]["found"] == "1,519,488"
+    assert "# /Q1.5" in found["Q1.5"]["mark"]
+    assert all(record["minutes"] and record["chapter"] == "01_dp.py" for record in found.values())
+
+    code, out, _ = run(project)
+    states = dict(re.findall(r"^  (\S+) \*+ +(.+?)  +\d+ min", out, re.M))
+    assert {id: states[id] for id in found} == {id: r["state"] for id, r in found.items()}
+    assert "2 of 7" in out and "next: Q1.2" in out
+    answer(project, "Q1.1", ["share = lost"])
+    assert "Q1.1 *    not checked" in run(project)[1]
+
+    code, out, _ = run(project, "reset", "Q1.5")
+    text = path.read_text()
+    assert code == 0 and "# /Q1.5" in text and "my_model" not in text and "not parse" not in text
+    assert reference("Q1.6")[-1] in text and "1_1 = lambda P, n, K: 2 *" in text
+
+
+def test_a_wrong_answer_is_told_in_a_few_lines_and_traced_on_request(project):
+    run(project, "start", "01")
+    turned = [line.replace("r - step - 1", "r - step + 1") for line in reference("Q1.5")]
+    answer(project, "Q1.5", turned)
+    answer(project, "Q1.1", ["lost = logits_bSV.sum()", "share = lost / lost.missing"])
+    code, out, _ = run(project, "check", "01", "--timeout", "4")
+    assert code == 1 and "Traceback" not in out and len(out.splitlines()) < 30
+    assert "test      the ring sums any numel and sends twice all but two chunks" in out
+    assert "raised    AttributeError: 'Tensor' object has no attribute 'missing', on rank 0" in out
+    assert re.search(r"line      exercises/01_dp.py:\d+  share = lost / lost.missing", out)
+    code, out, _ = run(project, "check", "Q1.1", "--trace")
+    assert re.search(r'File "exercises/01_dp.py", line \d+, in loss_and_gradients\n', out)
+    assert not re.search(r'File "/tmp', out)
+
+
+def test_hint_and_show(project):
+    run(project, "start", "01")
+    answer(project, "Q1.6", ["return x"])
+    code, out, _ = run(project, "hint", "Q1.6")
+    assert code == 0 and out == f"Q1.6 ***  {BY_ID['Q1.6'].text}\nhint: {BY_ID['Q1.6'].hint}\n"
+    wide, narrow = (run(project, "show", "Q1.6", columns=n)[1] for n in (150, 60))
+    assert re.search(r"^return x +│ for step in range\(n - 1\):$", wide, re.M)
+    assert re.search(r"^return x$", narrow, re.M)
+    assert re.search(r"^for step in range\(n - 1\):$", narrow, re.M)
+
+
+def test_pytest_grades_a_whole_exercise_file(project):
+    run(project, "start", "01", "--question", "Q1.5")
+    command = [sys.executable, "-m", "pytest", "tests/test_01_dp.py", "-k", "ring or rank_0_has"]
+    env = os.environ | {"CHAPTERS": "exercises"}
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    assert "NotImplementedError: Q1.5 Each step" in done.stdout
+    assert "5 failed, 1 passed" in done.stdout
+
+
+class Terminal:
+    """`watch` in a terminal: what it wrote so far, and keys for it."""
+
+    def __init__(self, project, *args):
+        self.master, slave = pty.openpty()
+        self.before = termios.tcgetattr(slave)
+        env = os.environ | {"COLUMNS": "120", "TERM": "xterm"}
+        command = [sys.executable, "workshop.py", *args]
+        self.process = subprocess.Popen(
+            command, cwd=project, env=env, stdin=slave, stdout=slave, stderr=slave,
+        )  # fmt: skip
+        self.slave, self.text = slave, ""
+
+    def wait_for(self, words, seconds=60):
+        """Read until words come; forget what came before them."""
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            ready, _, _ = select.select([self.master], [], [], 0.2)
+            self.text += os.read(self.master, 65536).decode(errors="ignore") if ready else ""
+            assert time.monotonic() < deadline, f"no {words!r} in:\n{self.text}"
+        before, _, self.text = self.text.partition(words)
+        return before
+
+    def press(self, key):
+        os.write(self.master, key.encode())
+
+    def close(self):
+        """Its exit status; the terminal must be as it was."""
+        try:
+            code = self.process.wait(10)
+            assert termios.tcgetattr(self.slave)[3] == self.before[3]
+            return code
+        finally:
+            self.process.kill()
+            os.close(self.master)
+            os.close(self.slave)
+
+
+def test_watch_in_a_terminal_and_again_where_it_was_left(project):
+    run(project, "start", "01")
+    terminal = Terminal(project, "watch", "01")
+    terminal.wait_for(BY_ID["Q1.1"].text[:60])
+    terminal.press("h")
+    terminal.wait_for("hint: parts that add up")
+    answer(project, "Q1.1", [line.replace("lost / valid", "lost") for line in reference("Q1.1")])
+    terminal.wait_for("wrong")
+    terminal.wait_for("found     ")
+    answer(project, "Q1.1", ["while True:", "    pass"])
+    time.sleep(1)  # while it hangs, another save ends that grading
+    answer(project, "Q1.1", reference("Q1.1"))
+    assert "hung" not in terminal.wait_for("\033[32msolved")
+    terminal.wait_for("│ lost = F.cross_entropy(")
+    terminal.wait_for("n next")
+    terminal.press("n")
+    terminal.wait_for("1 of 7")
+    terminal.wait_for(BY_ID["Q1.2"].text[:60])
+    terminal.press("q")
+    assert terminal.close() == 0
+
+    terminal = Terminal(project, "watch", "01")
+    terminal.wait_for("1 of 7")
+    terminal.wait_for("Q1.2")
+    answer(project, "Q1.2", ["x = ("])
+    terminal.wait_for("does not parse")
+    terminal.wait_for("was never closed")
+    terminal.press("r")
+    terminal.wait_for("Q1.2 is empty again")
+    terminal.wait_for("not started")
+    terminal.press("l")
+    terminal.wait_for("next: Q1.2")
+    terminal.process.send_signal(2)  # Ctrl-C
+    assert terminal.close() == 0
+
+
+# ── every wrong answer ───────────────────────────────────────────────────────────────────────
+
+
+def tried(id, lines):
+    attempt = workshop.Attempt(BY_ID[id], lines, 100)
+    return attempt.refused() or attempt
+
+
+@pytest.fixture(scope="session")
+def verdicts():
+    """Verdicts on every wrong answer, (id, why), and on the chapter's own, (id, "")."""
+    attempts = {(id, ""): tried(id, BY_ID[id].answer) for id in BY_ID}
+    for id, wrong in WRONG:
+        text = "\n".join(BY_ID[id].answer).replace(wrong["replace"], wrong["with"])
+        attempts[id, wrong["why"]] = tried(id, text.splitlines())
+    return dict(zip(attempts, workshop.grade(list(attempts.values()), patience=8)))
+
+
+@pytest.mark.slow
+@each_question
+def test_the_chapters_own_answer_is_solved(verdicts, id):
+    verdict = verdicts[id, ""]
+    assert verdict.state == "solved", workshop.told(verdict, trace=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id, why", [(id, wrong["why"]) for id, wrong in WRONG])
+def test_a_wrong_answer_is_caught_and_says_what_was_found(verdicts, id, why):
+    verdict = verdicts[id, why]
+    labels = [label for label, _ in verdict.rows]
+    assert verdict.state in ("wrong", "hangs"), workshop.told(verdict, trace=True)
+    assert {"found", "raised", "hangs", "died"} & set(labels)
+    assert "Traceback" not in workshop.told(verdict)
+    assert any(f"exercises/{BY_ID[id].chapter.name}:" in text for _, text in verdict.rows)
