@@ -1201,7 +1201,8 @@ def draw_window(args, group, device, axis):
         dist.barrier(group=group)
         with watching(shards) as seen:
             train_step(model, optimizer, batch, 1, group)
-    for row, unit in enumerate(units):
+    turn = 0  # when the root is gathered again, which begins backward
+    for row, _ in enumerate(units):
         begun = None
         for seconds, sizes in seen:
             ms = 1e3 * (seconds - seen[0][0])
@@ -1209,12 +1210,13 @@ def draw_window(args, group, device, axis):
                 begun = ms
             elif begun is not None and not sizes[row]:
                 axis.barh(row, ms - begun, 0.6, begun, color="#0b3c5d" if row else "#f2a541")
-                begun = None
+                turn, begun = turn if row else begun, None
     names = ["root: both ends", *(f"block {i}" for i in range(len(units) - 1))]
     axis.set_yticks(range(len(units)), names)
     axis.invert_yaxis()
     axis.set_title("stage 3: which unit is gathered when, in one step", fontsize=10, loc="left")
-    axis.set_xlabel("ms; each gather begins while the unit before it computes")
+    axis.axvline(turn, color="k", linestyle=":", linewidth=1)
+    axis.set_xlabel("ms; dotted: backward begins; a gather begins while the unit before computes")
     axis.spines[["top", "right"]].set_visible(False)
 
 
