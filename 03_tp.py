@@ -463,6 +463,13 @@ class _Overlapped(torch.autograd.Function):
 LADDER = "off", "keep", "regather", "overlap"
 
 
+def rung(sp):
+    """sp, if it is a rung. Raises ValueError: False would be taken for a sequence that is cut."""
+    if sp not in LADDER:
+        raise ValueError(f"sp={sp!r}: use one of {LADDER}")
+    return sp
+
+
 class ColumnParallelLinear(nn.Module):
     """x Wᵀ + b, the outputs cut over the group (columns of Wᵀ; for `blocks` see shard()).
 
@@ -476,7 +483,7 @@ class ColumnParallelLinear(nn.Module):
         n, r = dist.get_world_size(group), dist.get_rank(group)
         if isinstance(blocks, int):
             divides(n, outputs=n_out // blocks)
-        self.group, self.sp = group, sp
+        self.group, self.sp = group, rung(sp)
         self.shard_spec = dict.fromkeys(("weight", "bias"), (0, blocks))
         draw = lambda whole: nn.Parameter(shard(whole, (0, blocks), n, r))
         self.weight = draw(torch.randn(n_out, n_in) / n_in**0.5)
@@ -508,7 +515,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         n, r = dist.get_world_size(group), dist.get_rank(group)
         divides(n, inputs=n_in)
-        self.group, self.sp, self.shard_spec = group, sp, {"weight": (1, 1)}
+        self.group, self.sp, self.shard_spec = group, rung(sp), {"weight": (1, 1)}
         whole = torch.randn(n_out, n_in) / n_in**0.5
         self.weight = nn.Parameter(shard(whole, (1, 1), n, r).contiguous())
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
@@ -645,7 +652,7 @@ class VocabParallelEmbedding(nn.Module):
         n, r = dist.get_world_size(group), dist.get_rank(group)
         if V < n:
             raise ValueError(f"tp {n} is larger than the vocabulary, {V}")
-        self.V, self.group, self.sp = V, group, sp
+        self.V, self.group, self.sp = V, group, rung(sp)
         self.shard_spec = {"weight": (0, ((V, 1),))}
         self.weight = nn.Parameter(shard(torch.randn(V, D) / D**0.5, (0, ((V, 1),)), n, r))
 

@@ -184,6 +184,7 @@ def row(ranks, c, S, sequence):
         "ours_sent": sum(ledger.sent.values()),
         "theirs_sent": sent.bytes,
         "max_gradient_difference": difference,
+        "note": "theirs leaves the sums of norm gradients for later" if sequence else None,
     }
 
 

@@ -596,6 +596,13 @@ def test_attention_sees_differences_of_positions_and_this_ranks_heads():
         assert same < 1e-10 < 1e-3 < apart
 
 
+@pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear",
+                                   "VocabParallelEmbedding"])  # fmt: skip
+def test_a_rung_that_is_none_is_refused(layer):
+    with pytest.raises(RankFailed, match="sp=False: use one of .*off.*regather"):
+        on_ranks(1, lambda: getattr(tp, layer)(4, 4, world(), sp=False))
+
+
 # ── as a user runs it ────────────────────────────────────────────────────────────────────────
 
 
