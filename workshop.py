@@ -23,28 +23,22 @@ a helper between them. The whole of a file at once: CHAPTERS=exercises python -m
 
 import argparse
 import ast
-import faulthandler
 import hashlib
+import importlib
 import json
-import math
 import os
 import re
 import select
 import shutil
-import signal
 import sys
-import tempfile
 import textwrap
 import time
 import tomllib
-import traceback
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
-
-import memory_math
 
 ROOT = Path(__file__).absolute().parent
 EXERCISES = ROOT / "exercises"
@@ -331,124 +325,22 @@ def attempt(question):
     return tried.refused() or tried
 
 
-# ── grading: a process for each question, and in it the question's tests ─────────────────────
+# ── grading ──────────────────────────────────────────────────────────────────────────────────
 
 
-def examine(tried, folder, send, patience):
-    """In a process of its own: send how many tests passed, and the first failure or None."""
-    os.setsid()
-    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    with open(f"{folder}/stack", "w") as stack:
-        if tried.question.account:
-            faulthandler.dump_traceback_later(patience, exit=True, file=stack)
-            send.send((1, predict(tried)))
-        else:
-            import examiner
-
-            chapter = tried.question.chapter.name
-            send.send(examiner.run(tried.id, chapter, folder, patience, stack))
-
-
-def predict(tried):
-    """Of an accounting answer, the failure at the first layout at which it is wrong, or None."""
-    account, names = tried.question.account, {"math": math}
+def examiner():
+    """tests/examiner.py, loaded by who grades: it needs what the tests need."""
+    if "examiner" not in sys.modules:
+        os.environ.pop("CHAPTERS", None)
+        sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     try:
-        exec(compile(tried.text, tried.file, "exec"), names)
-        for layout in account["layouts"]:
-            given = dict(zip(account["letters"], layout))
-            found = names[tried.id.replace(".", "_")](**given)
-            expected = eval(account["truth"], vars(memory_math) | given)
-            if found is ...:
-                return "", "NotImplementedError", tried.id, ""
-            number = isinstance(found, int | float) and not isinstance(found, bool)
-            if not number or not math.isclose(found, expected, rel_tol=1e-6):
-                at = ", ".join(f"{letter} = {amount(value)}" for letter, value in given.items())
-                return at, "Wrong", f"{amount(expected)}\n{amount(found)}", ""
-    except Exception as error:
-        return "", type(error).__name__, str(error), traceback.format_exc()
-
-
-def amount(value):
-    """A number as it is read: thousands in groups, and six digits of one that is not whole."""
-    if not isinstance(value, int | float):
-        return repr(value)
-    return f"{value:,.0f}" if value == int(value) or abs(value) > 1e5 else f"{value:,.6g}"
-
-
-def mispredicted(failure, tried):
-    """(state, rows, traceback) of the failure of an accounting answer."""
-    layout, kind, words, trace = failure
-    line = "line", tried.at(1)
-    if kind == "NotImplementedError":
-        return "not started", [], ""
-    if kind == "Wrong":
-        expected, found = words.split("\n")
-        return "wrong", [("at", layout), ("expected", expected), ("found", found), line], ""
-    if kind == "Hung":
-        return "hangs", [("hangs", "the expression does not come to an end"), line], words
-    return "wrong", [("raised", f"{kind}: {words}"), line], tried.named(trace)
-
-
-class Trial:
-    """A question while it is graded, in a process group that ends with it."""
-
-    def __init__(self, tried, patience):
-        self.tried, self.started = tried, time.monotonic()
-        self.folder = tempfile.TemporaryDirectory()
-        tried.file = f"{self.folder.name}/{tried.question.chapter.name}"
-        Path(tried.file).write_text(tried.text)
-        fork = get_context("fork")
-        self.answer, send = fork.Pipe(duplex=False)
-        task = tried, self.folder.name, send, patience
-        self.process = fork.Process(target=examine, args=task)
-        self.process.start()
-        send.close()
-
-    def verdict(self):
-        """Wait until it is over; a Verdict."""
-        verdict = Verdict(self.tried.question, "solved")
-        try:
-            passed, failure = self.answer.recv()
-        except EOFError:  # ended by its time-out, or by the learner's lines
-            test, _, stack = Path(self.folder.name, "stack").read_text().partition("\n")
-            passed, failure = 0, (test, "Hung", stack, "")
-        if failure and self.tried.question.account:
-            verdict.state, verdict.rows, verdict.trace = mispredicted(failure, self.tried)
-        elif failure:
-            import examiner
-
-            verdict.state, verdict.rows, verdict.trace = examiner.explain(failure, self.tried)
-        elif not passed:
-            verdict.state, verdict.rows = "not graded", [("tests", f"none marks {self.tried.id}")]
-        verdict.seconds = time.monotonic() - self.started
-        self.stop()
-        return verdict
-
-    def stop(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        self.answer.close()
-        self.folder.cleanup()
-
-
-def ready_to_grade():
-    """Load what tests need, once: the process of each question is forked from this one."""
-    os.environ.pop("CHAPTERS", None)
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-    try:
-        import examiner  # noqa: F401
+        return importlib.import_module("examiner")
     except ImportError as error:
         raise Refused(f"{error}: python -m pip install -r requirements.txt") from error
 
 
 def grade(attempts, patience):
     """Yield a Verdict of each attempt, in their order, with one process to a core at a time."""
-    if any(isinstance(tried, Attempt) and tried.question.region for tried in attempts):
-        ready_to_grade()
     done = {i: tried for i, tried in enumerate(attempts) if isinstance(tried, Verdict)}
     waiting = [i for i in range(len(attempts)) if i not in done]
     trials = {}
@@ -457,10 +349,10 @@ def grade(attempts, patience):
             while i not in done:
                 while waiting and len(trials) < (os.cpu_count() or 1):
                     k = waiting.pop(0)
-                    trials[k] = Trial(attempts[k], patience)
+                    trials[k] = examiner().Trial(attempts[k], patience)
                 ready = connection.wait([trial.answer for trial in trials.values()])
                 for k in [k for k, trial in trials.items() if trial.answer in ready]:
-                    done[k] = trials.pop(k).verdict()
+                    done[k] = Verdict(attempts[k].question, *trials.pop(k).result())
             yield done[i]
     finally:
         for trial in trials.values():
@@ -680,7 +572,7 @@ class Watch:
         if not asked[0].exercise.exists():
             number = asked[0].chapter.name[:2]
             raise Refused(f"{asked[0].shown} is not there: start {number}")
-        ready_to_grade()
+        examiner()  # now, and not at the first save
 
     def run(self):
         """Until q, or until all is solved."""
@@ -691,9 +583,8 @@ class Watch:
                         self.begin()
                     pressed = key(0.2, *([self.trial.answer] if self.trial else []))
                     if self.trial and self.trial.answer.poll():
-                        verdict = self.trial.verdict()
-                        self.trial = None
-                        self.tell(verdict)
+                        trial, self.trial = self.trial, None
+                        self.tell(Verdict(self.question, *trial.result()))
                     if pressed is not None and self.press(pressed):
                         return 0
             print(f"all of {self.asked[0].shown} is solved")
@@ -717,7 +608,7 @@ class Watch:
         if isinstance(tried, Verdict):
             self.tell(tried)
         else:
-            self.trial = Trial(tried, self.patience)
+            self.trial = examiner().Trial(tried, self.patience)
 
     def end(self):
         if self.trial:
@@ -733,7 +624,8 @@ class Watch:
         if verdict.state == "solved":
             print(beside(self.question))
         elif not verdict.rows:
-            print(textwrap.fill(self.question.text, 96) + "\n\nanswer it between its marks, and save")
+            print(textwrap.fill(self.question.text, 96))
+            print("\nanswer it between its marks, and save")
         print("\n" + "n next · " * (verdict.state == "solved") + self.KEYS, flush=True)
 
     def press(self, key):

@@ -1,7 +1,7 @@
-"""How an exercise is graded: the tests that its question marks, and what their first failure says.
+"""How an exercise is graded: by the tests that name its question, each question in a process of
+its own, and told in a few rows, (label, text), in the terms of the question.
 
-`run` is a pytest of its own, on one question; `explain` turns what failed into a state and a few
-rows, (label, text), in the terms of the question. workshop.py calls both.
+A question of accounting is graded by memory_math. workshop.py starts a `Trial` of each.
 """
 
 import faulthandler
@@ -10,21 +10,94 @@ import math
 import operator
 import os
 import re
+import signal
 import sys
+import tempfile
 import textwrap
+import time
 import traceback
+from contextlib import suppress
+from dataclasses import is_dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import harness
 import pytest
 
-CASES = 3  # of a test with more, the first: a learner waits, and they go from small to large
+import memory_math
+
+CASES = 2  # of a test with more, the first: a learner waits, and they go from small to large
 
 NEEDED = {  # of a comparison: what it asked for, and whether it got it
     "==": ("", operator.eq), "!=": ("anything but ", operator.ne), "is": ("", operator.is_),
     "<": ("less than ", operator.lt), "<=": ("at most ", operator.le), "in": ("one of ", None),
     ">": ("more than ", operator.gt), ">=": ("at least ", operator.ge),
 }  # fmt: skip
+
+
+# ── a process for each question ──────────────────────────────────────────────────────────────
+
+
+class Trial:
+    """A question while it is graded, in a process group that ends with it.
+
+    attempt: a learner's lines in their place, as workshop.Attempt has them. `answer` is readable
+    when the result is there.
+    """
+
+    def __init__(self, attempt, patience):
+        self.attempt, self.started = attempt, time.monotonic()
+        self.folder = tempfile.TemporaryDirectory()
+        attempt.file = f"{self.folder.name}/{attempt.question.chapter.name}"
+        Path(attempt.file).write_text(attempt.text)
+        fork = get_context("fork")
+        self.answer, send = fork.Pipe(duplex=False)
+        task = attempt, self.folder.name, send, patience
+        self.process = fork.Process(target=examine, args=task)
+        self.process.start()
+        send.close()
+
+    def result(self):
+        """Wait until it is over: (state, rows of (label, text), traceback, seconds)."""
+        try:
+            passed, failure = self.answer.recv()
+        except EOFError:  # ended by its time-out, or by the learner's lines
+            test, _, stack = Path(self.folder.name, "stack").read_text().partition("\n")
+            passed, failure = 0, (test, "Hung", stack, "")
+        if failure:
+            told = mispredicted if self.attempt.question.account else explain
+            verdict = told(failure, self.attempt)
+        elif passed:
+            verdict = "solved", [], ""
+        else:
+            verdict = "not graded", [("tests", f"none marks {self.attempt.id}")], ""
+        seconds = time.monotonic() - self.started
+        self.stop()
+        return *verdict, seconds
+
+    def stop(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.answer.close()
+        self.folder.cleanup()
+
+
+def examine(attempt, folder, send, patience):
+    """In a process of its own: send how many tests passed, and the first failure or None. That is
+    (test, kind of exception, its words, traceback)."""
+    os.setsid()
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    with open(f"{folder}/stack", "w") as stack:
+        if attempt.question.account:
+            faulthandler.dump_traceback_later(patience, exit=True, file=stack)
+            send.send((1, predict(attempt)))
+        else:
+            chapter = attempt.question.chapter.name
+            send.send(run(attempt.id, chapter, folder, patience, stack))
 
 
 # ── running the tests of a question ──────────────────────────────────────────────────────────
@@ -39,7 +112,10 @@ def run(question, chapter, folder, patience, stack):
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
-    harness.on_ranks.__kwdefaults__["timeout"] = patience
+    on_ranks = harness.on_ranks
+    harness.on_ranks = lambda *given, timeout=patience: on_ranks(
+        *given, timeout=min(timeout, patience)
+    )
     os.environ["CHAPTERS"] = folder
     sys.path.insert(0, folder)
     os.chdir(harness.ROOT)
@@ -126,6 +202,8 @@ def plain(value):
     if type(value) in (list, tuple):
         inside = ", ".join(map(plain, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if is_dataclass(value):
+        return f"{type(value).__name__}(...)"
     return cut(repr(value), 60)
 
 
@@ -233,3 +311,46 @@ def aloud(test):
     """The name of a test, read aloud."""
     name, _, case = test.removeprefix("test_").partition("[")
     return textwrap.shorten(name.replace("_", " ") + (f", {case[:-1]}" if case else ""), 120)
+
+
+# ── accounts ─────────────────────────────────────────────────────────────────────────────────
+
+
+def predict(attempt):
+    """Of an accounting answer, the failure at the first layout at which it is wrong, or None."""
+    account, names = attempt.question.account, {"math": math}
+    try:
+        exec(compile(attempt.text, attempt.file, "exec"), names)
+        for layout in account["layouts"]:
+            given = dict(zip(account["letters"], layout))
+            found = names[attempt.id.replace(".", "_")](**given)
+            expected = eval(account["truth"], vars(memory_math) | given)
+            if found is ...:
+                return "", "NotImplementedError", attempt.id, ""
+            number = isinstance(found, int | float) and not isinstance(found, bool)
+            if not number or not math.isclose(found, expected, rel_tol=1e-6):
+                at = ", ".join(f"{letter} = {amount(value)}" for letter, value in given.items())
+                return at, "Wrong", f"{amount(expected)}\n{amount(found)}", ""
+    except Exception as error:
+        return "", type(error).__name__, str(error), traceback.format_exc()
+
+
+def amount(value):
+    """A number as it is read: thousands in groups, and six digits of one that is not whole."""
+    if not isinstance(value, int | float):
+        return repr(value)
+    return f"{value:,.0f}" if value == int(value) or abs(value) > 1e5 else f"{value:,.6g}"
+
+
+def mispredicted(failure, attempt):
+    """(state, rows, traceback) of the failure of an accounting answer."""
+    layout, kind, words, trace = failure
+    line = "line", attempt.at(1)
+    if kind == "NotImplementedError":
+        return "not started", [], ""
+    if kind == "Wrong":
+        expected, found = words.split("\n")
+        return "wrong", [("at", layout), ("expected", expected), ("found", found), line], ""
+    if kind == "Hung":
+        return "hangs", [("hangs", "the expression does not come to an end"), line], words
+    return "wrong", [("raised", f"{kind}: {words}"), line], attempt.named(trace)
