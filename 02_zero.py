@@ -1116,24 +1116,26 @@ def build(args, group, device):
 
 
 def train_step(model, optimizer, batch, K, group):
-    """One step on this rank's part of the batch, in K micro-batches. Returns the step's loss."""
+    """One step on this rank's part of the batch, in K micro-batches. Returns the step's loss, the
+    gradient's norm, and the bytes held before the optimizer's step."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     x_bS, y_bS = (whole.tensor_split(n)[r] for whole in batch)
     optimizer.zero_grad()
     micro_batches = zip(x_bS.tensor_split(K), y_bS.tensor_split(K))
     loss = backward(model, micro_batches, batch[1].numel())
+    held = sum(bytes_held(optimizer))
     norm = optimizer.clip_grad_norm(1.0)
     optimizer.step()
     # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
     dist.all_reduce(loss, group=group)
-    return loss.item(), norm.item()
+    return loss.item(), norm.item(), held
 
 
 def train(args, group, device):
     """Train on text; print the loss beside the unigram entropy, and what a step sends."""
     text, (model, optimizer) = read_text(args.text, 0), build(args, group, device)
     n, K = dist.get_world_size(group), args.micro_batches
-    formula, held = claimed(optimizer, K, sizes=(4, 4, 8))
+    formula, held_formula = claimed(optimizer, K, sizes=(4, 4, 8))
     formula += 2 * (n - 1) / n * (4 + 8 * (args.stage > 0))  # the loss, the squared norm
     P = sum(shape.numel() for shard in optimizer.shards for shape in shard.shapes)
     say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text "
@@ -1143,13 +1145,13 @@ def train(args, group, device):
     for step in range(args.steps):
         batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
         started = time.perf_counter()
-        with Ledger() as ledger:  # at first ranks also compare the order of units
-            loss, norm = train_step(model, optimizer, batch, K, group)
+        with Ledger() as ledger:  # at first there is no state, and the order is compared
+            loss, norm, held = train_step(model, optimizer, batch, K, group)
         if step % 10 == 0 or step == args.steps - 1:
             rate = args.batch * 64 / (time.perf_counter() - started)
-            bytes_ = (sum(ledger.sent.values()), formula + compared * (step == 0),
-                      sum(bytes_held(optimizer)), sum(held))  # fmt: skip
-            cells = "".join(f"{x:13,.0f}" for x in bytes_)
+            claims = formula + compared * (not step), sum(held_formula[: 3 if step else 2])
+            sizes = sum(ledger.sent.values()), claims[0], held, claims[1]
+            cells = "".join(f"{x:13,.0f}" for x in sizes)
             say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{cells}")
     return 0
 

@@ -1,6 +1,7 @@
 """02_zero: every stage equal to plain torch, bytes to the formulas, and the reported faults."""
 
 import copy
+import ctypes
 import resource
 import threading
 
@@ -750,10 +751,12 @@ def test_the_next_shard_is_read_while_this_one_is_stepped():
 
 @pytest.mark.slow
 def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_path):
-    """128 MB of parameters want 256 MB of state; 200 MB more than parameters and gradients, of
-    which chunks need 36, are allowed."""
+    """128 MB of parameters want 256 MB of state; 100 MB more than parameters and gradients are
+    allowed, of which chunks need a part."""
 
     def step(where):
+        M_MMAP_THRESHOLD = -3  # from this size on, glibc gives back at once what is freed
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
         params = [nn.Parameter(torch.ones(1_000_000)) for _ in range(32)]
         groups = [{"params": params, "group": world()}]
         given = dict(lr=0.1, offload=where, bucket_mb=4, foreach=False)
@@ -763,7 +766,7 @@ def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_pa
         optimizer.finish_reduce()
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
         used = 1024 * int(status["VmData"].split()[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 200_000_000,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 100_000_000,) * 2)
         for _ in range(2):
             optimizer.step()
         return params[0][0].item()
@@ -831,7 +834,7 @@ def test_the_run_learns_and_sends_and_holds_what_it_says(more):
     rows = [line.split() for line in done.stdout.partition("step   loss")[2].splitlines()[1:]]
     assert [int(row[0]) for row in rows] == [0, 10, 20, 30, 40]
     assert float(rows[0][1]) > 5 and float(rows[-1][1]) < 2.8
-    assert all(row[4] == row[5] and (row[6] == row[7] or "offload" in str(more)) for row in rows)
+    assert all(row[4] == row[5] and row[6] == row[7] for row in rows)
 
 
 @pytest.mark.slow
