@@ -32,6 +32,7 @@ import inspect
 import itertools
 import json
 import math
+import signal
 import sys
 import textwrap
 from collections import Counter
@@ -79,7 +80,7 @@ def substituted(formula, names):
 
 def nearest(name, known, what):
     """The key of `known` that `name` spells, or ValueError with the nearest ones."""
-    if name in known:
+    if isinstance(name, str) and name in known:
         return name
     close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4)
     raise ValueError(
@@ -274,21 +275,21 @@ def parameters_by_kind(model):
     return {kind: sum(w.numel for w in weights(model) if w.kind == kind) for kind in kinds}
 
 
-# What a model_type implies beyond its config.json: traits, and the fields that released files leave
-# to the class defaults of transformers.
+# What a model_type implies beyond its config.json: traits, the fields that released files leave to
+# the class defaults of transformers, and the field that counts the experts.
 _BIASES = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
 _GEMMA = dict(tie_word_embeddings=True, head_dim=256)
 _GEMMA3 = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
 _FAMILIES = {
     "llama": ({}, {}),
     "mistral": ({}, {}),
-    "mixtral": ({}, {}),
+    "mixtral": ({}, {}, "num_local_experts"),
     "qwen2": (dict(qkv_bias=True), {}),
-    "qwen2_moe": (dict(qkv_bias=True, shared_gate=True), {}),
+    "qwen2_moe": (dict(qkv_bias=True, shared_gate=True), {}, "num_experts"),
     "qwen3": (dict(qk_norm=True), {}),
-    "qwen3_moe": (dict(qk_norm=True), {}),
-    "deepseek_v2": ({}, {}),
-    "deepseek_v3": (dict(router_bias=True), {}),
+    "qwen3_moe": (dict(qk_norm=True), {}, "num_experts"),
+    "deepseek_v2": ({}, {}, "n_routed_experts"),
+    "deepseek_v3": (dict(router_bias=True), {}, "n_routed_experts"),
     "gemma": ({}, _GEMMA),
     "gemma2": (dict(norms=4), _GEMMA),
     "gemma3_text": (dict(norms=4, qk_norm=True), _GEMMA | _GEMMA3),
@@ -299,6 +300,24 @@ _FAMILIES = {
 }
 _GPT2_NAMES = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head")
 _GPT2_NAMES |= dict(intermediate_size="n_inner")
+_EXPERTS = {family: more[0] for family, (_, _, *more) in _FAMILIES.items() if more}
+
+
+def _experts(config, get, refuse, counted, shape):
+    """The fields of a Model that say what its experts are, and which layers have none."""
+    experts, top_k, layers = get(counted), get("num_experts_per_tok"), shape["layers"]
+    if top_k > experts:
+        raise refuse(f"num_experts_per_tok {top_k} exceeds {counted} {experts}")
+    width = get("moe_intermediate_size", *[shape["ffn"]] * (counted == "num_local_experts"))
+    shared = get("n_shared_experts", 0, least=0) * width
+    shared = get("shared_expert_intermediate_size", shared, least=0)
+    first, sparse = get("first_k_dense_replace", 0, least=0), get("decoder_sparse_step", 1)
+    every, dense = get("moe_layer_freq", 1), config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not {*map(str, dense)} <= {*map(str, range(layers))}:
+        raise refuse(f"mlp_only_layers is {dense!r}, not a list of layers 0 to {layers - 1}")
+    dense = {i for i in range(layers) if i < first or i % every or (i + 1) % sparse or i in dense}
+    sizes = dict(experts=experts, top_k=top_k, expert_ffn=width, shared_ffn=shared)
+    return sizes | dict(dense_layers=frozenset(dense))
 
 
 def model_from_config(config, name="model"):
@@ -307,20 +326,27 @@ def model_from_config(config, name="model"):
     Raises ValueError with a sentence that names the field which is missing or contradicts another.
     Layers that predict further tokens, and vision towers, are not counted.
     """
+    refuse = lambda why: ValueError(f"config.json of {name}: {why}")
+    if not isinstance(config.get("text_config", {}), dict):
+        raise refuse("text_config is not an object")
     config = {**config, **config.get("text_config", {})}
     family = nearest(config.get("model_type", "(no model_type)"), _FAMILIES, "model_type")
-    traits, defaults = _FAMILIES[family]
+    traits, defaults, *_ = _FAMILIES[family]
     config = defaults | {key: value for key, value in config.items() if value is not None}
-    refuse = lambda why: ValueError(f"config.json of {name}: {why}")
 
-    def get(key, *default, least=1):
+    def get(key, *default, least=1, most=10**8):
         key = _GPT2_NAMES.get(key, key) if family == "gpt2" else key
         if key not in config and not default:
             raise refuse(f"{key} is missing")
         value = config.get(key, *default)
-        if type(value) is not int or value < least:
-            raise refuse(f"{key} is {value!r}, not a whole number of {least} or more")
+        if type(value) is not int or not least <= value <= most:
+            raise refuse(f"{key} is {value!r}, not a whole number from {least} to {most}")
         return value
+
+    def flag(key):
+        if type(value := config.get(key, False)) is not bool and value not in (0, 1):
+            raise refuse(f"{key} is {value!r}, neither true nor false")
+        return bool(value)
 
     h, heads, mla = get("hidden_size"), get("num_attention_heads"), family.startswith("deepseek")
     if "head_dim" not in config and not mla and h % heads:
@@ -328,29 +354,22 @@ def model_from_config(config, name="model"):
     kv_heads = get("num_key_value_heads", heads)
     if heads % kv_heads:
         raise refuse(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    bias, layers = bool(config.get("attention_bias")), get("num_hidden_layers")
+    bias, layers = flag("attention_bias"), get("num_hidden_layers", most=10_000)
     shape = dict(name=name, layers=layers, hidden=h, heads=heads, kv_heads=kv_heads)
-    shape |= dict(qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+    shape |= dict(qkv_bias=bias, out_bias=bias, mlp_bias=flag("mlp_bias"))
     shape |= dict(head_dim=get("head_dim", h // heads), vocab=get("vocab_size"))
     shape |= dict(ffn=get("intermediate_size", *[4 * h] * (family == "gpt2")))
-    shape |= dict(tied=bool(config.get("tie_word_embeddings")))
+    shape |= dict(tied=flag("tie_word_embeddings"))
     shape |= dict(positions=get("n_positions") if family == "gpt2" else 0)
     if mla:
         sizes = map(get, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         shape |= dict(mla=(get("q_lora_rank", 0, least=0), *sizes))
-    many = [x for x in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(x)]
-    if many:
-        experts, top_k = get(many[0]), get("num_experts_per_tok")
-        if top_k > experts:
-            raise refuse(f"num_experts_per_tok {top_k} exceeds {many[0]} {experts}")
-        width = get("moe_intermediate_size", *[shape["ffn"]] * (many[0] == "num_local_experts"))
-        shared = get("n_shared_experts", 0, least=0) * width
-        first, sparse = get("first_k_dense_replace", 0, least=0), get("decoder_sparse_step", 1)
-        every, dense = get("moe_layer_freq", 1), set(config.get("mlp_only_layers") or ())
-        dense |= {i for i in range(layers) if i < first or i % every or (i + 1) % sparse}
-        shared = get("shared_expert_intermediate_size", shared, least=0)
-        shape |= dict(experts=experts, top_k=top_k, expert_ffn=width, shared_ffn=shared)
-        shape |= dict(dense_layers=frozenset(dense))
+    counted = _EXPERTS.get(family)
+    for key in sorted({*_EXPERTS.values()} - {counted}):
+        if config.get(key):
+            raise refuse(f"{key} is {config[key]!r}, and a {family} has {counted or 'no experts'}")
+    if counted:
+        shape |= _experts(config, get, refuse, counted, shape)
     return Model(**(shape | traits))
 
 
@@ -361,7 +380,7 @@ _COLUMNS += "num_key_value_heads vocab_size".split()
 _MORE = {
     "tied": ["tie_word_embeddings"],
     "head_dim": ["head_dim"],
-    "experts": "n_routed_experts num_experts_per_tok moe_intermediate_size".split()
+    "experts": "experts num_experts_per_tok moe_intermediate_size".split()
     + ["n_shared_experts", "first_k_dense_replace"],
     "mla": "q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(),
 }
@@ -419,10 +438,11 @@ RELEASED = {name: words for name, *words in map(str.split, _LINES)}
 @lru_cache(maxsize=64)
 def preset(name):
     """A released model by name; ValueError with the nearest names if there is none."""
-    family, *words = RELEASED[nearest(name, RELEASED, "model")]
+    family, *words = RELEASED[nearest(name.lower(), RELEASED, "model")]
     config = dict(zip(_COLUMNS, map(int, words)), model_type=family)
     for key, _, values in (word.partition("=") for word in words[6:]):
         config |= zip(_MORE[key], map(int, values.split(",")))
+    config |= {_EXPERTS[family]: config.pop("experts")} if family in _EXPERTS else {}
     if family == "gpt2":
         config = {_GPT2_NAMES.get(key, key): value for key, value in config.items()}
     return model_from_config(config, name)
@@ -474,6 +494,9 @@ RECIPES = {
 }
 
 
+_MAY_BE_0 = "zero", "shard"
+
+
 def _knob(default, text, choices=None):
     return field(default=default, metadata={"text": text, "choices": choices})
 
@@ -491,7 +514,7 @@ class Layout:
     etp: int = _knob(1, "tensor-parallel ranks inside an expert")
     schedule: str = _knob("1f1b", "pipeline schedule", SCHEDULES)
     v: int = _knob(1, "chunks per pipeline rank")
-    stages: tuple = _knob((), "layers of each stage, as 7,8,8,7; default: even, ends lightest")
+    stages: tuple[int, ...] = _knob((), "layers of each stage, as 7,8,8,7; default: even")
     zero: int = _knob(0, "ZeRO stage", (0, 1, 2, 3))
     shard: int = _knob(0, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp")
     recipe: str = _knob("bf16", "precision; activations have 16 bits, but in fp32", tuple(RECIPES))
@@ -573,11 +596,13 @@ def validate(model, layout):
     """ValueError, in one sentence with the way out, if the model cannot be split like this."""
     lo, m = layout, model
     for f in fields(lo):
-        value, least = getattr(lo, f.name), 0 if f.name in ("zero", "shard") else 1
+        value, least = getattr(lo, f.name), 0 if f.name in _MAY_BE_0 else 1
         if f.type is int and value < least:
             raise ValueError(f"--{f.name} {value}: at least {least} is needed")
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             nearest(value, [str(choice) for choice in f.metadata["choices"]], f"--{f.name}")
+    if not m.experts and (lo.ep, lo.etp) != (1, 1):
+        raise ValueError(f"--ep {lo.ep} --etp {lo.etp}: {m.name} has no experts: leave both at 1")
     ffns = [m.ffn] * (not m.experts or bool(m.dense_layers)) + [m.shared_ffn] * bool(m.shared_ffn)
     ulysses = lo.cp if lo.cp_variant == "ulysses" else 1
     for flag, degree, what, *counts in (
@@ -598,7 +623,8 @@ def validate(model, layout):
         raise ValueError(f"--tp {lo.tp} does not divide {m.kv_heads} key/value heads: use {use}")
     pieces = (2 * lo.cp if lo.cp > 1 else 1) * (lo.tp if lo.sp else 1)
     if lo.seq % pieces:
-        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, tp by sp)")
+        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, tp by sp): "
+                         f"use {lo.seq // pieces * pieces or pieces}")
     check_schedule(lo.schedule, lo.pp, lo.m, lo.v)
     stages = 1 + max(map(max, rank_stages(lo.schedule, lo.pp, lo.v)))
     if stages > m.layers:
@@ -628,11 +654,6 @@ def state_items(params, ranks=1, stage=0, recipe="bf16"):
 def zero_bytes(params, ranks=1, stage=0, recipe="bf16"):
     """Bytes of weights, gradients and optimizer state on one rank: the sum of `state_items`."""
     return sum(state_items(int(params), int(ranks), stage, recipe).values())
-
-
-def dim0_shard(shape, ranks):
-    """Elements of the largest shard where one tensor is cut along its first dimension (FSDP2)."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 # ── memory: the list of tensors kept for backward ────────────────────────────────────────────
@@ -1090,14 +1111,16 @@ def ep_traffic(tokens, top_k, hidden, ep, itemsize=2, remote_rows=None, recomput
 
 
 def cp_traffic(
-    variant, seq, heads, kv_heads, head_dim, cp, itemsize=2, batch=1, grad_itemsize=4, regather=True
-):
+    variant, seq, heads, kv_heads, head_dim, cp, itemsize=2, batch=1, grad_itemsize=4,
+    regather=True, recompute="none",
+):  # fmt: skip
     """Context parallelism, one layer, one micro-batch: ring, all-gather or ulysses.
 
     ring sends KV to cp-1 neighbours in turn, again in backward, and dKV (grad_itemsize bytes) cp
     times, to bring it home. all-gather fetches KV, fetches it again unless it is kept, and
     reduce-scatters dKV. ulysses deals q, k, v and the output, and their gradients back; key/value
-    heads that cp does not divide are repeated until it does.
+    heads that cp does not divide are repeated until it does. Recompute repeats what forward sent;
+    a selective one starts inside ulysses, whose tensors are dealt out by then.
     """
     nearest(variant, ("ring", "all-gather", "ulysses"), "context-parallel variant")
     kv, grads = (2 * batch * seq * kv_heads * head_dim * size for size in (itemsize, grad_itemsize))
@@ -1115,19 +1138,32 @@ def cp_traffic(
         ],
         "ulysses": [(phase, "all_to_all", 1, dealt) for phase in ("forward", "backward")],
     }[variant]
+    if recompute == "full" or (recompute == "selective" and variant != "ulysses"):
+        calls.append(("recompute", *calls[0][1:]))
     return [Transfer("cp", *call, cp, variant == "ring") for call in calls if cp > 1]
 
 
-def pp_crossings(schedule, p, v=1):
-    """Stage boundaries between ranks that a micro-batch crosses, one way."""
-    return 2 * (p - 1) if schedule in _V_SHAPED else v * p - 1 if p > 1 else 0
+def pp_sends(schedule, p, v=1):
+    """(forward, backward) sends of one micro-batch by each pipeline rank, a list. DualPipe feeds
+    half of the micro-batches from each end."""
+    ranks = rank_stages(schedule, p, v)
+    routes = [sorted((stage, rank) for rank in range(p) for stage in ranks[rank])]
+    if schedule == "dualpipe":
+        routes = [sorted((ranks[rank][way], rank) for rank in range(p)) for way in (0, 1)]
+    sends = [[0, 0] for _ in range(p)]
+    for route in routes:
+        for (_, here), (_, there) in itertools.pairwise(route):
+            sends[here][0] += (here != there) / len(routes)
+            sends[there][1] += (here != there) / len(routes)
+    return sends
 
 
-def pp_traffic(tokens, hidden, p, m, schedule="1f1b", v=1, itemsize=2, share=1):
-    """Pipeline, one step, mean over the ranks: each crossing sends an activation forward and its
-    gradient back. share > 1: each of so many tp ranks sends its part (sequence parallel)."""
-    count, size = m * pp_crossings(schedule, p, v) / p, tokens * hidden * itemsize / share
-    return [Transfer("pp", x, "send", count, size, p) for x in ("forward", "backward") if p > 1]
+def pp_traffic(tokens, hidden, p, m, schedule="1f1b", v=1, itemsize=2, share=1, rank=0):
+    """Pipeline, one step of one rank: each crossing sends an activation forward, and its gradient
+    back. share > 1: each of so many tp ranks sends its part (sequence parallel)."""
+    size, calls = tokens * hidden * itemsize / share, pp_sends(schedule, p, v)[rank]
+    phases = zip(("forward", "backward"), calls)
+    return [Transfer("pp", phase, "send", m * n, size, p) for phase, n in phases if n]
 
 
 def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
@@ -1178,6 +1214,18 @@ def _copies_traffic(model, lo, layers):
     return [Transfer("tp", "step", "all_reduce", 1, size, lo.tp)] if size and lo.tp > 1 else []
 
 
+def _twins_traffic(model, lo, layers, parts):
+    """Pipeline, one step: gradients of what two pipeline ranks hold, a tied embedding whose ends
+    lie apart or, with DualPipe, every stage."""
+    ends, size = {-1, model.layers} & {*layers}, 0
+    if lo.schedule == "dualpipe" and lo.pp > 1:
+        size = group_size(parts, "dense") + group_size(parts, "expert")
+    elif model.tied and len(ends) == 1:
+        size = _by_layer(model)[-1][0].local(lo.degrees(model))
+    size *= RECIPES[lo.recipe]["gradients"]
+    return [Transfer("pp", "step", "all_reduce", 1, size, 2)] if size else []
+
+
 def traffic(model, layout, rank=0):
     """Everything that a rank of pipeline rank `rank` sends in a step: a list of `Transfer`. Latent
     attention is counted with the f/g pair of ordinary attention."""
@@ -1189,14 +1237,15 @@ def traffic(model, layout, rank=0):
         shape = e, lo.sp, again, lo.recompute, 1 if moe and not model.shared_ffn else 2, not moe
         out += tp_layer_traffic(T, h, lo.tp, *shape)
         sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
-        out += cp_traffic(lo.cp_variant, *sizes, regather=again)
+        out += cp_traffic(lo.cp_variant, *sizes, regather=again, recompute=lo.recompute)
         if moe:
             shape = e, True, again, lo.recompute, 1, False
             out += tp_layer_traffic(T // u * lo.etp, h, lo.etp, *shape)
             out += ep_traffic(T // u * lo.etp, model.top_k, h, lo.ep, e, recompute=lo.recompute)
     out = [replace(x, count=x.count * lo.m) for x in out] + _copies_traffic(model, lo, layers)
-    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u)
+    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u, rank)
     parts = local_parameters(model, lo, layers)
+    out += _twins_traffic(model, lo, layers, parts)
     for group in "dense", "expert":
         everyone = lo.expert_replicas if group == "expert" else lo.dp * lo.cp
         ranks = lo.shards(group) if lo.zero else everyone
@@ -1293,6 +1342,39 @@ def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
     return made(first, second, exact, "" if exact else "an estimate: exact where F = I = W")
 
 
+# ── what is slow about a layout that is legal ────────────────────────────────────────────────
+
+
+def complaints(model, layout, net=Topology()):
+    """Sentences, with numbers, on what makes a layout slow: groups that leave the node, heads held
+    twice, ranks that idle, stages of unlike depth, ZeRO that communicates in every micro-batch."""
+    lo, said, moved = layout, [], traffic(model, layout, busiest(model, layout))
+    near = replace(net, outer=net.inner)
+    for axis in "tp", "cp", "ep":
+        calls = [x for x in moved if x.axis == axis]
+        if calls and net.leaves_node(lo, axis):
+            slow, fast = (sum(tier.seconds(lo, x) for x in calls) for tier in (net, near))
+            where = f"--{axis} {getattr(lo, axis)} leaves the node of {net.node}"
+            said.append(f"{where}: {slow:.3g} s of a step go there, {fast:.3g} s would in a node")
+    if lo.tp > model.kv_heads and not model.mla:
+        copies = lo.tp // model.kv_heads
+        said.append(f"--tp {lo.tp}: {copies} ranks hold each of {model.kv_heads} key/value heads")
+    idle = bubble(lo.schedule, lo.pp, lo.m, lo.v).span_fraction or 0
+    if idle > 0.15:
+        then = bubble(lo.schedule, lo.pp, 8 * lo.pp, lo.v).span_fraction
+        now = f"--m {lo.m}: {lo.schedule} on {lo.pp} ranks idles {idle:.0%} of a step"
+        said.append(f"{now}, {then:.0%} with --m {8 * lo.pp}")
+    depths = [sum(0 <= x < model.layers for x in owned) for owned in placed_layers(model, lo)]
+    if max(depths) * lo.pp > 1.1 * sum(depths):
+        pace = f"a rank of {max(depths)} layers sets the pace"
+        said.append(f"--pp {lo.pp}: {pace}, {sum(depths) / lo.pp:.3g} would be even")
+    once = traffic(model, replace(lo, zero=1, shard=0), busiest(model, lo))
+    now, then = (sent(x for x in calls if x.axis == "dp") / GiB for calls in (moved, once))
+    if now > 2 * then > 0:
+        said.append(f"--zero {lo.zero} sends {now:,.0f} GiB over dp a step, --zero 1 {then:,.0f}")
+    return said
+
+
 # ── compute, time and cost ───────────────────────────────────────────────────────────────────
 
 # Dense peaks in FLOP/s, and HBM in bytes/s, from the vendors' data sheets. A sheet's headline is
@@ -1310,8 +1392,11 @@ PEAKS = {
 
 
 def peak_flops(gpu, precision="bf16", sparse=False):
-    """Peak FLOP/s of a GPU. sparse doubles it, and must be asked for: training is dense."""
-    row = PEAKS[nearest(gpu, PEAKS, "GPU")]
+    """Peak FLOP/s of a GPU, by its key or the name its driver gives it ("NVIDIA H100 PCIe"). sparse
+    doubles it, and must be asked for: training is dense. ValueError if no such GPU is known."""
+    words = set(gpu.lower().replace("-", " ").split())
+    known = [key for key in PEAKS if words.issuperset(key.split("-")) and "mig" not in words]
+    row = PEAKS[max(known, key=len) if known else nearest(gpu, PEAKS, "GPU")]
     return row[nearest(precision, row, f"precision of {gpu}")] * (2 if sparse else 1)
 
 
@@ -1356,11 +1441,6 @@ def gpu_hours(flops, flops_per_second):
 def training_days(flops, gpus, flops_per_second):
     """Days of `flops` on `gpus` GPUs at an achieved rate per GPU."""
     return flops / (gpus * flops_per_second) / 86400
-
-
-def cost(hours, price):
-    """Money of GPU-hours at a price per hour."""
-    return hours * price
 
 
 def mfu_of(flops, seconds, gpus, peak):
@@ -1670,6 +1750,7 @@ def run_estimate(
         notes += ["", described(model, lo)]
         notes += [f"heaviest is rank {top.rank}: {top.peak / GiB:,.2f} GiB exact"]
         notes += [f"with overhead, an estimate: {low:,.1f} to {high:,.1f} of {hbm:g} GiB"]
+        notes += [f"slow: {sentence}" for sentence in complaints(model, lo)]
         notes += explained(model, lo, top) if explain else []
         if top.verdict(hbm * GiB) != "fits":
             notes.append("what one change does, the strongest first:")
@@ -1724,7 +1805,7 @@ def run_bubble(
     p: Annotated[int, "pipeline ranks"] = 8,
     m: Annotated[int, "micro-batches"] = 32,
     v: Annotated[int, "chunks per rank"] = 1,
-    costs: Annotated[tuple, "F,I,W,comm"] = (1, 1, 1, 0),
+    costs: Annotated[tuple[float, ...], "F,I,W,comm"] = (1, 1, 1, 0),
 ):
     """Bubble of a schedule by closed form, and what its ranks hold."""
     b = bubble(schedule, p, m, v, costs)
@@ -1798,7 +1879,7 @@ def run_guide(
 
 
 def run_failures(
-    gpus: Annotated[tuple, "numbers of GPUs"] = (64, 512, 1024, 4096, 10000, 16384, 100000),
+    gpus: Annotated[tuple[int, ...], "numbers of GPUs"] = (64, 512, 4096, 10000, 16384, 100000),
     mtbf: Annotated[float, "hours between failures of one GPU"] = HOURS_PER_FAILURE,
     save: Annotated[float, "seconds that a checkpoint stops the job"] = 60.0,
     restart: Annotated[float, "seconds from a failure to the next step"] = 600.0,
@@ -1898,21 +1979,21 @@ COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
 
 def positive(text):
     """A number above 0, as 1.4e12."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 1e-12 <= float(text) <= 1e30:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1e-12 to 1e30")
     return float(text)
 
 
 def whole(text):
     """A whole number above 0."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to 10**12")
     return int(text)
 
 
-def numbers(text):
-    """Numbers with commas between, as 7,8,8,7."""
-    return tuple(int(word) if word.isdigit() else float(word) for word in text.split(","))
+def some(read):
+    """A reader of several with commas between, as 7,8,8,7; 0 is allowed."""
+    return lambda text: tuple(0 if word == "0" else read(word) for word in text.split(","))
 
 
 def add_flag(parser, name, kind, default, text, choices=None):
@@ -1921,7 +2002,9 @@ def add_flag(parser, name, kind, default, text, choices=None):
         parser.add_argument(name, nargs="?" if default is None else None, help=text)
         return
     flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default})".replace("%", "%%")
-    read = {float: positive, tuple: numbers, int: whole if default else int}.get(kind, kind)
+    several = {tuple[int, ...]: some(whole), tuple[float, ...]: some(positive)}
+    count = int if name in _MAY_BE_0 else whole
+    read = ({float: positive, int: count} | several).get(kind, kind)
     how = dict(type=read, choices=choices)
     how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
     parser.add_argument(flag, default=default, help=text, **how)
@@ -1995,4 +2078,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     sys.exit(main())

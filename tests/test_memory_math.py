@@ -3,6 +3,8 @@ released checkpoints, to tensors that torch keeps, to simulated schedules, to pu
 
 import json
 import math
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -126,6 +128,10 @@ def test_a_config_has_the_parameters_of_its_checkpoint(name):
     assert mm.count_parameters(model_from_config(config, name)) == parameters
 
 
+def test_a_preset_may_be_written_in_capitals():
+    assert preset("Llama-3-8B") == preset("llama-3-8b")
+
+
 def test_active_parameters():
     """Published as 12.9 B, 39 B, 3.3 B, 22 B, 2.4 B of which no embedding, and 37 B."""
     active = {name: mm.count_active(preset(name)) for name in mm.RELEASED}
@@ -149,6 +155,8 @@ def test_mem_07_gated_mlps_and_the_parts_of_a_sharded_model():
         assert all(w.local(degrees) * ranks(w) == w.numel for w in listed)
 
 
+QWEN_MOE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+QWEN_MOE |= dict(moe_intermediate_size=8)
 MISTAKES = [
     (dict(), "model_type"),
     (dict(model_type="lama"), "nearest are llama"),
@@ -160,6 +168,15 @@ MISTAKES = [
     (dict(num_key_value_heads=3), "num_key_value_heads 3 does not divide num_attention_heads"),
     (dict(model_type="mixtral", num_local_experts=2, num_experts_per_tok=3), "exceeds"),
     (dict(model_type="deepseek_v3"), "kv_lora_rank is missing"),
+    (dict(model_type=["llama"]), "no model_type is named"),
+    (dict(text_config=5), "text_config is not an object"),
+    (dict(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    (dict(num_experts=4), "num_experts is 4, and a llama has no experts"),
+    (dict(model_type="mixtral"), "num_local_experts is missing"),
+    (dict(model_type="qwen3_moe", num_experts=4, num_local_experts=8), "num_local_experts is 8"),
+    (QWEN_MOE | dict(mlp_only_layers=3), "mlp_only_layers is 3"),
+    (QWEN_MOE | dict(mlp_only_layers=[22]), "not a list of layers 0 to 21"),
 ]
 
 
@@ -523,7 +540,6 @@ def test_zero_cuts_what_its_stage_says():
     assert mm.zero_bytes(n, 64, 1) == 4 * n + 12 * shard
     assert mm.zero_bytes(n, 64, 2) == 2 * n + 14 * shard
     assert mm.zero_bytes(n, 64, 3) == 16 * shard
-    assert mm.dim0_shard((10, 7), 4) == 3 * 7
     for cut, rest in (1, 50), (2, 50 + 40):
         saved = mm.zero_bytes(100, 1, recipe="bf16-both") - mm.zero_bytes(
             100, 100, cut, "bf16-both"
@@ -800,9 +816,9 @@ REFUSED = [
     (dict(pp=81), "has only 80 layers"),
     (dict(pp=2, m=2, stages=(40, 41)), "2 numbers that sum to 80"),
     (dict(pp=2, m=2, stages=(80,)), "2 numbers that sum to 80"),
-    (dict(ep=2), "--ep 2 does not divide 1 experts"),
+    (dict(ep=2), "has no experts: leave both at 1"),
     (dict(dp=8, shard=3), "--shard 3 does not divide 8 dp x cp ranks"),
-    (dict(cp=2, seq=4098), "--seq 4098 does not divide into 4 pieces"),
+    (dict(cp=2, seq=4098), "--seq 4098 does not divide into 4 pieces (2 cp, tp by sp): use 4096"),
     (dict(tp=8, sp=True, seq=4092), "does not divide into 8 pieces"),
     (dict(tp=8, cp=16, cp_variant="ulysses"), "--cp 16 does not divide 8 heads of a tp rank"),
     (dict(schedule="1f1B"), "nearest are"),
@@ -885,6 +901,11 @@ def test_context_parallel_variants():
     assert ulysses / ring == (16 + 1) / 8
     with pytest.raises(ValueError, match="nearest are ring"):
         mm.cp_traffic("rings", *sizes)
+    for variant, selective in ("ring", 1), ("all-gather", 1), ("ulysses", 0):
+        once = by(mm.cp_traffic(variant, *sizes), "phase")["forward",]
+        again = lambda how: by(mm.cp_traffic(variant, *sizes, recompute=how), "phase")
+        assert again("full")["recompute",] == once
+        assert again("selective").get(("recompute",), 0) == selective * once
 
 
 def test_expert_traffic():
@@ -914,9 +935,26 @@ def test_data_parallel_traffic_by_zero_stage():
 def test_pipeline_traffic():
     size = 4096 * 64 * 2
     for schedule, v, crossings in (("1f1b", 1, 3), ("interleaved", 2, 7), ("zb-v", 1, 6)):
-        whole = 4 * mm.sent(mm.pp_traffic(4096, 64, 4, 8, schedule, v))
-        assert whole == 2 * 8 * crossings * size == 2 * 8 * mm.pp_crossings(schedule, 4, v) * size
-    assert mm.sent(mm.pp_traffic(4096, 64, 4, 8, share=2)) == 2 * 8 * 3 * size / 4 / 2
+        ranks = [mm.sent(mm.pp_traffic(4096, 64, 4, 8, schedule, v, rank=r)) for r in range(4)]
+        assert sum(ranks) == 2 * 8 * crossings * size
+    first, second = (by(mm.pp_traffic(4096, 64, 4, 8, rank=r), "phase") for r in (0, 1))
+    assert first == {("forward",): 8 * size}  # and no gradient: nobody stands before it
+    assert second == {("forward",): 8 * size, ("backward",): 8 * size}
+    assert mm.pp_sends("dualpipe", 4) == [[0.5, 0.5], [1, 1], [1, 1], [0.5, 0.5]]
+    assert mm.sent(mm.pp_traffic(4096, 64, 4, 8, share=2)) == 8 * size / 2
+
+
+def test_gradients_of_what_two_pipeline_ranks_hold_are_exchanged():
+    """As chapter 07 does: a tied embedding between both ends, every stage under DualPipe."""
+    model, layout = replace(LLAMA_8, tied=True), Layout(pp=4, m=8)
+    step = lambda model, lo: [
+        sum(x.sent for x in mm.traffic(model, lo, r) if (x.axis, x.phase) == ("pp", "step"))
+        for r in range(4)
+    ]
+    assert step(model, layout) == [2 * 512 * 64, 0, 0, 2 * 512 * 64]
+    assert step(model, replace(layout, schedule="zb-v")) == step(LLAMA_8, layout) == [0] * 4
+    dual = replace(layout, schedule="dualpipe")
+    assert step(model, dual) == [2 * s.params for s in mm.estimate(model, dual)]
 
 
 def test_a_whole_step_is_its_parts():
@@ -931,7 +969,7 @@ def test_a_whole_step_is_its_parts():
     assert found["tp",] == 4 * (2 * layer + head + loss) + copies
     assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4))
     assert found["cp",] == 4 * 2 * mm.sent(mm.cp_traffic("ring", 64, 4, 1, 8, 2))
-    assert found["pp",] == mm.sent(mm.pp_traffic(tokens, 64, 2, 4, share=2))
+    assert found["pp",] == mm.sent(mm.pp_traffic(tokens, 64, 2, 4, share=2, rank=1))
     parts = mm.local_parameters(model, layout, [2, 3, 4])
     dense, expert = (mm.group_size(parts, group) for group in ("dense", "expert"))
     assert expert == 2 * 3 * 64 * 48 and layout.expert_replicas == 2 * 2 * 4 // 4
@@ -997,7 +1035,7 @@ def test_closed_forms_are_what_a_simulation_of_the_schedule_finds(name):
             assert all(f >= x - 1e-9 for f, x in zip(flight, peaks))
             if m >= 2 * p and name != "zb-auto":
                 assert [float(f) for f in flight] == pytest.approx(peaks)
-            assert pp.simulate(lists).messages == 2 * m * mm.pp_crossings(name, p, v)
+            assert pp.simulate(lists).messages == m * sum(map(sum, mm.pp_sends(name, p, v)))
             for costs in COSTS:
                 found, b = pp.simulate(lists, costs), mm.bubble(name, p, m, v, costs)
                 assert b.ideal == pytest.approx(found.ideal)
@@ -1034,8 +1072,12 @@ def test_mem_01_mfu_names_its_peak():
     assert (mm.peak_flops("h100-pcie"), mm.peak_flops("h100-nvl")) == (756e12, 835e12)
     flops = mm.training_flops(7e10, 16_384_000)
     assert round(mm.mfu_of(flops, 13.5 * 3600, 16, mm.peak_flops("a100")), 4) == 0.0284
-    with pytest.raises(ValueError, match="nearest are h100"):
-        mm.peak_flops("h1000")
+    cards = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "H200": "h200"}
+    cards |= {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 NVL": "h100-nvl"}
+    assert all(mm.peak_flops(name) == mm.PEAKS[key]["bf16"] for name, key in cards.items())
+    for name in "h1000", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb":
+        with pytest.raises(ValueError, match="no GPU is named"):
+            mm.peak_flops(name)
     with pytest.raises(ValueError, match="precision of a100"):
         mm.peak_flops("a100", "fp8")
 
@@ -1245,13 +1287,14 @@ def test_what_the_commands_say(capsys):
 WRONG = [
     ("params --model lama-3-8b", "nearest are llama-3-8b"),
     ("params --config nowhere.json", "--config nowhere.json"),
+    ("params --model meta-llama", "nearest are"),
     ("estimate --tp 6", "--tp 6 does not divide"),
     ("estimate --pp 64 --m 64", "only 32 layers"),
     ("estimate --zero 5", "--zero"),
     ("estimate --stages a,b --pp 2", "--stages"),
     ("estimate --versus=--tp_5", "--tp 5 does not divide"),
     ("estimate --versus=--nothing", "--nothing"),
-    ("traffic --ep 3", "--ep 3 does not divide 1 experts"),
+    ("traffic --ep 3", "llama-3-8b has no experts"),
     ("bubble --schedule zbh", "nearest are"),
     ("bubble --costs 1,2", "--costs"),
     ("bubble --p 0", "--p"),
@@ -1270,6 +1313,14 @@ WRONG = [
     ("plot memory --out /nowhere/x.png", "/nowhere/x.png"),
     ("plot memory --out x.nothing", "x.nothing"),
     ("failures --mtbf 0", "--mtbf"),
+    ("failures --gpus 1.5", "--gpus"),
+    (f"estimate --seq {'9' * 400}", "--seq"),
+    ("estimate --stages 15.5,16.5 --pp 2", "--stages"),
+    ("compute --tokens 1e308", "--tokens"),
+    ("bubble --costs nan,1,1,0", "--costs"),
+    ("bubble --costs 1,1,1,-1", "--costs"),
+    ("estimate --etp 2", "has no experts"),
+    ("plot memory --out", "--out"),
 ]
 
 
@@ -1284,6 +1335,25 @@ def test_wrong_input_is_a_sentence_and_status_2(command, sentence, capsys, tmp_p
     error = capsys.readouterr().err
     assert status == 2 and sentence in error and "Traceback" not in error
     assert lines is None or error.count("\n") == lines
+
+
+def test_what_is_slow_about_a_layout_that_fits():
+    model, layout = preset("llama-3-70b"), Layout(tp=8, sp=True, pp=4, m=32, dp=2, seq=8192)
+    assert mm.complaints(model, layout) == []
+    for change, words in (
+        (dict(tp=16), ("--tp 16 leaves the node of 8", "2 ranks hold each of 8 key/value heads")),
+        (dict(m=1), ("--m 1: 1f1b on 4 ranks idles 75% of a step, 9% with --m 32",)),
+        (dict(stages=(23, 19, 19, 19)), ("a rank of 23 layers sets the pace, 20 would be even",)),
+        (dict(zero=3), ("--zero 3 sends 203 GiB over dp a step, --zero 1 4",)),
+    ):
+        said = mm.complaints(model, replace(layout, **change))
+        assert len(said) == len(words) and all(w in s for w, s in zip(words, said)), said
+
+
+def test_a_reader_that_stops_reading_is_no_error(tmp_path):
+    command = f"{sys.executable} {ROOT / 'memory_math.py'} guide 2> err | head -1; cat err"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stdout
 
 
 def test_a_config_file(tmp_path, capsys):
@@ -1317,9 +1387,6 @@ def test_alone_in_an_empty_folder_it_runs_and_the_guide_is_missed(tmp_path):
 
 def test_it_needs_no_torch():
     code = "import sys, memory_math as mm; mm.main(['estimate']); print(sorted(sys.modules))"
-    import subprocess
-    import sys
-
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "memory_math" in done.stdout
     assert not any(f"'{name}'" in done.stdout for name in ("torch", "numpy", "matplotlib"))
