@@ -438,7 +438,8 @@ RELEASED = {name: words for name, *words in map(str.split, _LINES)}
 @lru_cache(maxsize=64)
 def preset(name):
     """A released model by name; ValueError with the nearest names if there is none."""
-    family, *words = RELEASED[nearest(name.lower(), RELEASED, "model")]
+    name = nearest(name.lower(), RELEASED, "model")
+    family, *words = RELEASED[name]
     config = dict(zip(_COLUMNS, map(int, words)), model_type=family)
     for key, _, values in (word.partition("=") for word in words[6:]):
         config |= zip(_MORE[key], map(int, values.split(",")))
@@ -732,12 +733,13 @@ embedding mask               | T*h//u              | dropout
 
 
 @dataclass(frozen=True)
-class Saved:
-    """One tensor kept from forward to backward."""
+class Item:
+    """A line of the budget, as one tensor kept for backward is: its bytes, and how they come about.
+    core: recomputed by selective recompute."""
 
     name: str
-    formula: str
     bytes: int
+    formula: str
     core: bool = False
 
 
@@ -775,14 +777,14 @@ _ACTIVATIONS = parse_table(ACTIVATIONS)
 
 @lru_cache(maxsize=512)
 def saved_in(model, layout, *sections):
-    """Rows of the activation table, as a tuple of `Saved`: those that apply, evaluated."""
+    """Rows of the activation table, as a tuple of `Item`: those that apply, evaluated."""
     names, out = symbols(model, layout), []
     for name, formula, *more in [row for section in sections for row in _ACTIVATIONS[section]]:
         if more and more[0] and not evaluate(more[0], names):
             continue
         is_norm = " " in formula
         rows = _norm_rows(name, formula, layout, model.layer_norm) if is_norm else [(name, formula)]
-        out += [Saved(n, f, int(evaluate(f, names)), more[1:] == ["core"]) for n, f in rows]
+        out += [Item(n, int(evaluate(f, names)), f, more[1:] == ["core"]) for n, f in rows]
     return tuple(out)
 
 
@@ -806,9 +808,9 @@ def recomputed(model, layout, layer=0):
     return tuple(s for s in every if s.name not in had)
 
 
-def total(saved):
-    """Bytes of a list of Saved tensors."""
-    return sum(s.bytes for s in saved)
+def total(items):
+    """Bytes of a list of `Item`."""
+    return sum(item.bytes for item in items)
 
 
 def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
@@ -835,15 +837,6 @@ def in_flight(schedule, p, m, v=1, rank=0, limit=None):
 
 
 @dataclass
-class Item:
-    """A line of the budget: what it is, its bytes, the formula with its numbers put in."""
-
-    name: str
-    bytes: int
-    formula: str
-
-
-@dataclass
 class StageMemory:
     """One pipeline rank: its layers, its parameters, and the items alive at each moment."""
 
@@ -854,7 +847,7 @@ class StageMemory:
     loose: int  # bytes of gradients that flow through one layer: they belong to the range
 
     def bytes_at(self, moment):
-        return sum(item.bytes for item in self.moments[moment])
+        return total(self.moments[moment])
 
     @property
     def moment(self):
@@ -920,28 +913,26 @@ def group_size(parts, group):
 
 def _state_items(layout, parts):
     """Items of weights, gradients and optimizer; and the buffers that ZeRO-2 and ZeRO-3 work in."""
-    items, recipe = {}, RECIPES[layout.recipe]
+    held, how, recipe = Counter(), {}, RECIPES[layout.recipe]
     for group in "dense", "expert":
         params, ranks = group_size(parts, group), layout.shards(group)
-        for name, held in state_items(params, ranks, layout.zero, layout.recipe).items():
-            line = items.setdefault(name, Item(name, 0, ""))
-            if params:
-                cut = f" / {ranks}" if held < params * recipe[name] else ""
-                line.bytes += held
-                line.formula += f" + {params} {group} * {recipe[name]}{cut}"
+        for name, size in state_items(params, ranks, layout.zero, layout.recipe).items():
+            cut = f" / {ranks}" if size < params * recipe[name] else ""
+            line = [f"{params} {group} * {recipe[name]}{cut}"] * (params > 0)
+            held[name], how[name] = held[name] + size, how.get(name, []) + line
     if buffers := group_size(parts, "buffer"):
-        items["weights"].bytes += 4 * buffers
-        items["weights"].formula += f" + {buffers} buffers * 4"
-    units = Counter()
+        held["weights"] += 4 * buffers
+        how["weights"].append(f"{buffers} buffers * 4")
+    units, work = Counter(), []  # what is gathered and reduced at once: the parts of one layer
     for (layer, group), n in parts.items():
-        units[layer] += n * (group != "buffer")
-    unit, work = max(units.values()), []
+        units[layer] += n * (group != "buffer" and layout.shards(group) > 1)
+    unit = max(units.values())
     for name, part, count in ("gathered", "weights", 2), ("unreduced", "gradients", 1):
         cut_from = 3 if part == "weights" else 2  # weights: of the next layer as well
-        if layout.zero >= cut_from and layout.zero_ranks > 1:
+        if layout.zero >= cut_from and unit:
             count, width = min(count, len(units)), recipe[part]
             work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
-    return list(items.values()), work
+    return [Item(name, held[name], " + ".join(how[name])) for name in held], work
 
 
 def _held_activations(model, layout, rank, layers):
@@ -973,10 +964,8 @@ def stage_memory(model, layout, rank=0):
     parts = local_parameters(model, layout, layers)
     states, work = _state_items(layout, parts)
     held = _held_activations(model, layout, rank, layers)
-    redo = [recomputed(model, layout, x) for x in one_of_each(model, layers)]
-    redo = [
-        Item("one layer recomputed", max(map(total, redo), default=0), "what it keeps otherwise")
-    ]
+    again = [total(recomputed(model, layout, x)) for x in one_of_each(model, layers)]
+    redo = [Item("one layer recomputed", max(again, default=0), "what it keeps otherwise")]
     names, has_head = symbols(model, layout), model.layers in layers
     peak = saved_in(model, layout, "loss peak") if has_head else ()
     peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]
@@ -1580,17 +1569,6 @@ _COLOURS = "#0072B2 #E69F00 #000000 #56B4E9 #D55E00 #999999 #009E73 #CC79A7".spl
 _HATCHES = ["", "//", "", "..", "xx", "", "\\\\", "++"]
 
 
-def _bars(ax, names, columns, width=0.8):
-    """Stacked bars: columns {label: heights}, told apart by colour and by hatching."""
-    floor = [0.0] * len(names)
-    for (label, heights), colour, hatch in zip(columns.items(), _COLOURS, _HATCHES):
-        style = dict(color=colour, hatch=hatch, edgecolor="white", width=width)
-        ax.bar(range(len(names)), heights, bottom=floor, label=label, **style)
-        floor = [low + more for low, more in zip(floor, heights)]
-    ax.set_xticks(range(len(names)), names)
-    return floor
-
-
 def _lines(ax, curves):
     """{label: (x, y)} as lines that differ in dash and marker too."""
     for i, (label, (x, y)) in enumerate(curves.items()):
@@ -1619,18 +1597,18 @@ def plot_bubbles(ax, model, layout):
 
 def plot_memory(ax, model, layout):
     """Bytes of each pipeline rank at its peak, stacked, with the range of overhead above."""
-    stages = estimate(model, layout)
-    columns = {name: [] for name in ("weights", "gradients", "optimizer", "activations", "buffers")}
-    for stage in stages:
-        sums = grouped(stage)
-        for name, column in columns.items():
-            column.append(sums[name] / GiB)
-    tops = _bars(ax, [stage.rank for stage in stages], columns)
+    stages, style = estimate(model, layout), dict(edgecolor="white", width=0.8)
+    floor, ranks = [0.0] * len(stages), range(len(stages))
+    for part, colour, hatch in zip(grouped(stages[0]), _COLOURS, _HATCHES):
+        sizes = [grouped(stage)[part] / GiB for stage in stages]
+        ax.bar(ranks, sizes, bottom=floor, label=part, color=colour, hatch=hatch, **style)
+        floor = [low + more for low, more in zip(floor, sizes)]
     low, high = ([stage.overhead[i] / GiB for stage in stages] for i in (0, 1))
-    middle = [top + (a + b) / 2 for top, a, b in zip(tops, low, high)]
+    middle = [top + (a + b) / 2 for top, a, b in zip(floor, low, high)]
     spread = [(b - a) / 2 for a, b in zip(low, high)]
     style = dict(fmt="none", ecolor="black", capsize=3, label="total with overhead, a range")
-    ax.errorbar(range(len(stages)), middle, spread, **style)
+    ax.errorbar(ranks, middle, spread, **style)
+    ax.set_xticks(ranks[:: 1 + len(ranks) // 20])
     ax.set(xlabel="pipeline rank", ylabel="GiB at the peak", title=f"{model.name}, rank by rank")
 
 
@@ -1706,12 +1684,14 @@ def table(rows):
 
 
 def described(model, layout):
-    """The model, the number of GPUs, and what differs from the default layout, as flags."""
+    """The model, GPUs, tokens, and what differs from the default layout, as flags."""
     changed = {f.name: getattr(layout, f.name) for f in fields(layout)}
     changed = {name: x for name, x in changed.items() if x != getattr(Layout(), name)}
     say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     flags = "".join(f" --{name.replace('_', '-')} {say(x)}" for name, x in changed.items())
-    return f"{model.name}, world of {layout.world}:{flags.replace(' True', '') or ' one rank'}"
+    flags = flags.replace(" True", "") or " one rank"
+    size = f"world of {layout.world}, {effective_batch(layout):,} tokens a step"
+    return f"{model.name}, {size}:{flags}"
 
 
 def run_params(model, explain: Annotated[bool, "list every tensor"] = False):
@@ -1766,7 +1746,7 @@ def explained(model, layout, stage):
     notes = [f"rank {stage.rank} at the {stage.moment}, bytes:"]
     line = lambda name, size, formula: f"  {name:44}{size:>16,}  = {formula}"
     for item in stage.moments[stage.moment]:
-        notes.append(line(item.name, item.bytes, item.formula.strip(" +")))
+        notes.append(line(item.name, item.bytes, item.formula))
     for layer in one_of_each(model, stage.layers):
         notes.append(f"layer {layer} keeps for backward, per micro-batch:")
         for s in kept_activations(model, layout, layer):
@@ -1964,7 +1944,8 @@ def run_plot(
     try:
         PLOTS[nearest(what, PLOTS, "picture")](ax, model, layout)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        style = dict(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.legend(reverse=what == "memory", **style)  # in the order of the stack
         figure.savefig(out, dpi=150)
     except OSError as error:
         raise ValueError(f"--out {out}: {error.strerror}") from error

@@ -653,6 +653,9 @@ def test_three_moments_of_a_rank():
     assert loss["fp32 logits and gradient"] == 8 * 4096 * 512
     alone = mm.estimate(LLAMA_8, replace(layout, dp=1))[0]
     assert "gathered weights" not in items(alone, "loss")  # nothing to gather from
+    mixed = replace(MIXTRAL, layers=2)  # an expert on one rank alone is never cut, nor gathered
+    buffers = items(mm.estimate(mixed, Layout(dp=4, ep=4, zero=3))[0], "deepest backward")
+    assert buffers["gathered weights"] == 2 * 2 * (512 * 64 + 64)
     assert stage.peak == max(stage.bytes_at(moment) for moment in stage.moments)
     assert sum(mm.grouped(stage).values()) == stage.peak
     assert not any(i.name.startswith("activations") for i in stage.moments["optimizer step"])
