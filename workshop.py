@@ -302,10 +302,10 @@ class Attempt:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(self.text, "answer", "exec")
-        except SyntaxError as error:
-            number = error.lineno or 0
+        except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+            number = getattr(error, "lineno", None) or 0
             line = self.at(number) if self.is_mine(number) else self.place
-            rows = [("python", error.msg), ("line", line)]
+            rows = [("python", getattr(error, "msg", str(error))), ("line", line)]
             return Verdict(self.question, "does not parse", rows)
 
 

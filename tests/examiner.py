@@ -108,7 +108,7 @@ def run(question, chapter, folder, patience, stack):
 
     Returns how many passed, and of the first that did not (its name, the kind of its exception,
     that exception's words, the traceback), or None. Ranks wait for each other `patience` seconds;
-    a test that takes far longer is ended, with its process, and `stack` says where it stood.
+    a test that takes thrice that is ended, with its process, and `stack` says where it stood.
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
@@ -149,8 +149,7 @@ class Examiner:
         self.stack.truncate()
         self.stack.write(f"{item.name}\n")
         self.stack.flush()
-        late = 2 * self.patience + 10
-        faulthandler.dump_traceback_later(late, exit=True, file=self.stack)
+        faulthandler.dump_traceback_later(3 * self.patience, exit=True, file=self.stack)
 
     def pytest_runtest_makereport(self, item, call):
         if call.when != "setup":
@@ -222,6 +221,9 @@ def explain(failure, attempt):
     test, kind, words, trace = failure
     rows = [("test", aloud(test))] if test else []
     rank = re.match(r"rank ([\d, ]+) (raised|died|hung)", words) if kind == "RankFailed" else None
+    if kind == "Hung" and not words:
+        rows += [("died", "with the process of its tests"), ("line", attempt.place)]
+        return "wrong", rows, ""
     if kind == "Hung" or rank and rank[2] == "hung":
         says, _, stacks = words.partition("\n") if rank else ("and does not return", "", words)
         rows.append(("hangs", says))
@@ -303,7 +305,7 @@ def standing(stack, attempt):
     rows = [(who, f"in {frames[0][1]}, {attempt.at(int(frames[0][0]))}")]
     mine = next((int(n) for n, _ in frames if attempt.is_mine(int(n))), None)
     if mine and mine != int(frames[0][0]):
-        rows.append(("", f"from {attempt.at(mine)}"))
+        rows.append(("from", attempt.at(mine)))
     return rows
 
 
@@ -327,7 +329,7 @@ def predict(attempt):
             expected = eval(account["truth"], vars(memory_math) | given)
             if found is ...:
                 return "", "NotImplementedError", attempt.id, ""
-            number = isinstance(found, int | float) and not isinstance(found, bool)
+            number = isinstance(found, int | float)
             if not number or not math.isclose(found, expected, rel_tol=1e-6):
                 at = ", ".join(f"{letter} = {amount(value)}" for letter, value in given.items())
                 return at, "Wrong", f"{amount(expected)}\n{amount(found)}", ""
@@ -337,7 +339,7 @@ def predict(attempt):
 
 def amount(value):
     """A number as it is read: thousands in groups, and six digits of one that is not whole."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         return repr(value)
     return f"{value:,.0f}" if value == int(value) or abs(value) > 1e5 else f"{value:,.6g}"
 

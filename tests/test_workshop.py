@@ -358,6 +358,39 @@ def test_watch_in_a_terminal_and_again_where_it_was_left(project):
     assert terminal.close() == 0
 
 
+def graded(id, *lines, patience=1):
+    """The Verdict on a learner's lines."""
+    attempt = workshop.Attempt(BY_ID[id], list(lines), 100)
+    (verdict,) = workshop.grade([attempt.refused() or attempt], patience)
+    return verdict.state, dict(verdict.rows)
+
+
+@pytest.mark.parametrize("id, lines, state, rows", [
+    ("A1.1", ["A1_1 = lambda P, n, K: P / 0"], "wrong", {"raised": "ZeroDivisionError"}),
+    ("A1.1", ["A1_1 = lambda P, n, K: 'all'"], "wrong", {"found": "'all'"}),
+    ("A1.1", ["A1_1 = lambda P, n: P"], "wrong", {"raised": "TypeError"}),
+    ("A1.1", ["def A1_1(P, n, K):", "    while True:", "        pass"], "hangs", {"hangs": "the"}),
+    ("A1.1", ["A1_1 = lambda P, n, K: ..."], "not started", {}),
+    ("Q1.1", ["\0"], "does not parse", {"python": "source code string cannot contain null"}),
+    ("Q1.1", ["    return )"], "does not parse", {"line": "exercises/01_dp.py:101  return )"}),
+    ("Q4.2", ["    while True:", "        pass"], "hangs", {"stands": "in "}),
+    ("Q4.2", ["    os._exit(3)"], "wrong", {"died": "with the process"}),
+    ("Q4.2", ["    raise NotImplementedError('Q4.2')"], "not finished", {"line": "exercises/04"}),
+])  # fmt: skip
+def test_what_may_stand_between_the_marks_is_answered(id, lines, state, rows):
+    found, told = graded(id, *lines)
+    assert found == state and all(told[label].startswith(text) for label, text in rows.items())
+
+
+def test_nothing_of_a_grading_outlives_it():
+    attempt = workshop.Attempt(BY_ID["Q1.4"], ["        while True:", "            pass"], 100)
+    trial = workshop.examiner().Trial(attempt, patience=1)
+    assert trial.result()[0] == "hangs"
+    with pytest.raises(ProcessLookupError):  # of its group, ranks included
+        os.killpg(trial.process.pid, 0)
+    assert not os.path.exists(trial.folder.name)
+
+
 # ── every wrong answer ───────────────────────────────────────────────────────────────────────
 
 
