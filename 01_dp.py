@@ -232,6 +232,8 @@ class DataParallel(nn.Module):
     def ready(self, param):
         """This backward's part of param.grad is in. Autograd calls it; so must whoever
         accumulates a gradient without autograd. Raises RuntimeError at a second time in a step."""
+        if param.grad is None:  # backward owes it still: autograd calls hooks for a None as well
+            return
         view = self.bucket_of[param].views[param]
         if param.grad is not view and param.grad.dtype == view.dtype:
             view.copy_(param.grad)

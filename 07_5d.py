@@ -697,7 +697,7 @@ def kept_by_block(args, grid, device, recompute):
     and positions, which is all that full recomputation needs."""
     args = argparse.Namespace(**{**vars(args), "recompute": recompute})
     (attend, layout), inner = attention_of(args, grid), grid.size("tp") if args.sp else 1
-    positions_s = cp.positions(args.length, grid["cp"], layout, inner).to(device)
+    positions_s = cp.positions(args.length, grid["cp"], layout, inner).clone().to(device)
     x = torch.randn(1, len(positions_s) // inner, args.width, dtype=torch.float64, device=device)
     block = Block(args, 0, grid, attend).to(x)
     weights = {param.untyped_storage()._cdata for param in block.parameters()}
@@ -863,8 +863,11 @@ def validate(args, ranks):
         raise ValueError(f"--ep {args.ep} does not divide --experts {args.experts}")
     if args.experts and not 1 <= args.top_k <= args.experts:
         raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
+    kinds = {op.kind for cells in make_schedule(args, args.pp) for cell in cells for op in cell}
     if args.zero == 3 and args.recompute == "full" and args.sp and args.tp > 1:
         raise ValueError("--zero 3 --recompute full: under SP norms are units: say --no-sp")
+    if args.zero == 3 and "W" in kinds:
+        raise ValueError(f"--zero 3 reduces in backward, which --schedule {args.schedule} splits")
     if args.zero == 3 and args.experts:
         raise ValueError("--zero 3 shards dense models: say --experts 0, or --zero 1")
     if args.zero == 3 and args.tied and args.pp > 1:
@@ -897,6 +900,8 @@ def validate(args, ranks):
                 raise ValueError(f"--resume: {found[0]} has {key} {value}, not {given}")
     elif args.resume and args.resume != args.save:
         raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
+    if args.save and args.save != args.resume and (kept := checkpoints(args.save)):
+        raise ValueError(f"--save {args.save}: {kept[-1].name} is there; --resume it, or move it")
 
 
 def options(argv=None):

@@ -1,0 +1,475 @@
+"""07_5d: every gradient of every grid equal to one process, bytes by axis, checkpoints that any
+grid can read, and runs that lose a rank."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script, start_script
+
+five = chapter("07_5d")
+CPU = torch.device("cpu")
+question = pytest.mark.question
+SCRIPT = ROOT / "07_5d.py"
+AXES = ("pp", "dp", "cp", "tp", "ep")
+
+
+def options(*sizes, flags=""):
+    """Arguments of a grid (pp, dp, cp, tp, ep), validated as the command line is."""
+    argv = [word for axis, size in zip(AXES, sizes) for word in (f"--{axis}", str(size))]
+    args = five.options([*argv, *flags.split()])
+    five.validate(args, args.ranks)
+    return args
+
+
+def grid_of(args, **given):
+    return five.Grid(args.pp, args.dp, args.cp, args.tp, args.ep, args.order, **given)
+
+
+def prove(sizes, flags=""):
+    """Run the proof of a grid on its ranks, and hold each row to what it claims."""
+    args = options(*sizes, flags=flags)
+    by_rank = on_ranks(
+        args.ranks, lambda: list(five.proof(five.small(args), grid_of(args), CPU)), timeout=100
+    )
+    for rows in zip(*by_rank, strict=True):
+        error, wrong = max(row.error for row in rows), max(row.wrong for row in rows)
+        assert error == pytest.approx(wrong, rel=1e-6, abs=1e-9), rows[0].name
+        for row in rows:
+            for measured, formula in filter(None, (row.sent, row.held)):
+                assert measured == pytest.approx(formula, abs=0.5), row.name
+    return [row.name for row in by_rank[0]]
+
+
+# ── values, bytes sent, bytes held ───────────────────────────────────────────────────────────
+
+# every schedule, attention, recomputation, stage of ZeRO and switch at least once
+CASES = [
+    ((1, 1, 1, 1, 1), ""),
+    ((2, 1, 1, 1, 1), "--schedule zb-h1 --recompute full --zero 0"),
+    ((1, 2, 1, 1, 2), "--balance bias"),
+    ((1, 1, 2, 1, 2), "--attention all-gather --recompute selective"),
+    ((1, 1, 1, 2, 1), "--no-tied"),
+    ((1, 1, 2, 2, 2), "--attention ulysses --no-sp"),
+    ((1, 2, 1, 2, 1), "--zero 3 --experts 0"),
+]
+SLOW_CASES = [
+    ((2, 1, 1, 1, 1), "--schedule gpipe"),
+    ((2, 1, 1, 2, 1), "--schedule zb-h2 --micro-batches 4"),
+    ((2, 2, 1, 1, 2), "--schedule interleaved"),
+    ((2, 1, 1, 1, 1), "--schedule eager-1f1b"),
+    ((2, 1, 1, 1, 1), "--schedule looped-bfs --experts 0"),
+    ((2, 1, 1, 1, 1), "--schedule zb-auto"),
+    ((2, 1, 1, 1, 1), "--schedule zb-v --micro-batches 4"),
+    ((2, 1, 1, 1, 1), "--schedule interleaved-zb"),
+    ((2, 1, 1, 1, 1), "--schedule dualpipev --micro-batches 4"),
+    ((2, 1, 1, 1, 1), "--schedule dualpipe --micro-batches 4"),
+    ((2, 1, 1, 1, 1), "--schedule dualpipe --micro-batches 4 --no-tied --zero 0"),
+    ((2, 2, 1, 1, 1), "--zero 3 --experts 0 --no-tied"),
+    ((1, 1, 2, 2, 1), "--zero 3 --experts 0 --no-sp --recompute full"),
+    ((1, 2, 1, 2, 2), "--zero 0 --no-sp --balance none"),
+    ((1, 1, 1, 4, 1), "--no-tied"),
+    ((4, 1, 1, 1, 1), ""),
+    ((1, 1, 4, 1, 4), ""),
+    ((1, 4, 1, 1, 4), "--recompute full"),
+]
+SLOW_CASES += [
+    ((*sizes, ep), "") for sizes in product((1, 2), repeat=4) for ep in (1, 2)
+    if (sizes[1] * sizes[2]) % ep == 0 and np.prod(sizes) > 2
+]  # fmt: skip
+
+
+@question("Q7.1")
+@question("Q7.2")
+@question("Q7.3")
+@pytest.mark.parametrize("sizes, flags", CASES)
+def test_a_grid_equals_one_process(sizes, flags):
+    prove(sizes, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, flags", SLOW_CASES)
+def test_every_grid_equals_one_process(sizes, flags):
+    prove(sizes, flags)
+
+
+@question("Q7.2")
+def test_rows_that_are_wrong_on_purpose_are_among_them():
+    names = prove((2, 1, 2, 2, 2), "--micro-batches 2")
+    assert {"norms counted once a tp rank", "experts summed over dp x cp"} < set(names)
+    assert "tied embedding not summed" in names
+
+
+def test_the_table_of_reductions_follows_sequence_parallelism():
+    """By hand: norms and experts see other tokens on each tp rank only under SP."""
+    assert five.reduction_table(sp=False) == {
+        "whole": ("", "dp cp"), "cut by tp": ("tp", "dp cp"), "expert": ("ep", "edp"),
+    }  # fmt: skip
+    assert five.reduction_table(sp=True) == {
+        "whole": ("", "dp cp tp"), "cut by tp": ("tp", "dp cp"), "expert": ("ep", "edp tp"),
+    }  # fmt: skip
+
+
+# ── the grid ─────────────────────────────────────────────────────────────────────────────────
+
+
+@question("Q7.1")
+@pytest.mark.parametrize("order, tp_peers, pp_peers", [
+    ("pp dp cp tp", [0, 1], [0, 8]),  # Megatron's and torchtitan's: tp adjacent, pp outermost
+    ("dp pp cp tp", [0, 1], [0, 4]),  # Llama 3's: pp inside dp
+    ("tp cp dp pp", [0, 8], [0, 1]),
+])  # fmt: skip
+def test_the_order_of_axes_decides_who_is_next_to_whom(order, tp_peers, pp_peers):
+    def peers():
+        grid = five.Grid(2, 2, 2, 2, 2, order)
+        group = lambda axes: dist.get_process_group_ranks(grid[axes])
+        return grid.at, {axes: group(axes) for axes in grid.GROUPS}
+
+    ranks = on_ranks(16, peers)
+    assert ranks[0][1]["tp"] == tp_peers and ranks[0][1]["pp"] == pp_peers
+    for me, (at, groups) in enumerate(ranks):
+        for axes, members in groups.items():
+            names = axes.split()
+            assert me in members
+            for other in members:  # who shares a group differs in its axes and in nothing else
+                fixed = "pp edp ep tp" if "e" in axes else "pp dp cp tp"
+                for name in set(fixed.split()) - set(names):
+                    assert ranks[other][0][name] == at[name]
+        assert len(groups["ep"]) == len(groups["edp"]) == 2
+
+
+@pytest.mark.parametrize("sizes", [
+    (1, 2, 1, 2, 1),
+    pytest.param((2, 2, 1, 2, 1), marks=pytest.mark.slow),
+    pytest.param((1, 2, 2, 2, 2), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_co_04_data_follow_the_data_coordinate(sizes):
+    """Peers of one dp coordinate see the same samples, other coordinates other ones; together the
+    batch, whatever the order of the axes."""
+    seen = {}
+    for order in ("pp dp cp tp", "tp cp dp pp"):
+        args = options(*sizes, flags="--batch 8")
+        args.order = order
+
+        def samples(args=args):
+            model = five.Model(args, grid_of(args), CPU)
+            ids = torch.arange(8)[:, None].expand(8, args.length).contiguous()
+            parts = model.micro_batches(ids, ids)
+            return model.grid.at["dp"], [part.x_bs[:, 0].tolist() for part in parts]
+
+        by_rank = on_ranks(args.ranks, samples)
+        seen[order] = {d: ids for d, ids in by_rank}
+        assert all(seen[order][d] == ids for d, ids in by_rank)
+        everywhere = [i for ids in seen[order].values() for part in ids for i in part]
+        assert sorted(everywhere) == [*range(8)]
+    assert seen["pp dp cp tp"] == seen["tp cp dp pp"]
+
+
+def test_co_02_the_norm_is_the_same_on_every_grid_and_scale():
+    def norm(args):
+        args = five.small(args)
+        model = five.Model(args, grid_of(args), CPU)
+        draw = torch.Generator().manual_seed(5)
+        x_BS, y_BS = torch.randint(256, (2, 8, 16), generator=draw)
+        args.length = 16
+        return model.gradients(x_BS, y_BS)[1]
+
+    norms = []
+    for pp, m in [(1, 1), (1, 4), (2, 4), (4, 2)]:
+        flags = f"--experts 0 --layers 8 --micro-batches {m} --batch 8"
+        args = options(pp, 1, 1, 1, 1, flags=flags)
+        args.layers = 8
+        with pytest.MonkeyPatch.context() as same_layers:
+            same_layers.setattr(five, "n_stages", lambda args: 4)  # small(): eight layers for all
+            norms += on_ranks(args.ranks, norm, args)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-9)
+
+
+INVALID = [
+    ("--pp 0", "--pp 0"), ("--tp -1", "--tp -1"), ("--ranks 6", "16, and there are 6"),
+    ("--dp 3 --ep 4", "--ep 4 does not divide --dp 3 x --cp 2"),
+    ("--ep 3", "--ep 3"), ("--ep 4 --experts 6", "--experts 6"),
+    ("--top-k 9", "--top-k 9"), ("--top-k 0", "--top-k 0"),
+    ("--tp 8", "--tp 8 does not divide --kv-heads 4"), ("--tp 3 --heads 6 --kv-heads 3", "64"),
+    ("--heads 6", "heads 6"), ("--kv-heads 6", "heads 6"),
+    ("--length 30", "--length 30"), ("--batch 10", "--batch 10"), ("--batch 0", "--batch 0"),
+    ("--micro-batches 5", "--micro-batches 5"), ("--layers 1", "--layers 1"),
+    ("--order 'pp dp cp'", "--order"), ("--attention ulysses --heads 2 --kv-heads 2", "--cp 2"),
+    ("--zero 3 --experts 0 --no-tied --schedule zb-h1", "zb-h1 splits"),
+    ("--zero 3", "--experts 0"), ("--zero 3 --experts 0", "--no-tied"),
+    ("--resume nowhere", "nowhere"), ("--text nowhere", "nowhere"),
+    ("--schedule dualpipe --pp 3 --layers 6", "dualpipe"), ("--hidden 33", "33"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags, says", INVALID)
+def test_co_09_what_does_not_multiply_out_is_refused_with_its_numbers(flags, says):
+    import shlex
+
+    args = five.options(shlex.split(flags))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        five.validate(args, args.ranks)
+
+
+# ── the step ─────────────────────────────────────────────────────────────────────────────────
+
+
+@question("Q7.4")
+def test_ft_02_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all():
+    args = options(2, 2, 1, 1, 2, flags="--batch 4")
+
+    def poisoned():
+        model = five.Model(args, grid_of(args), CPU)
+        x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
+        before = [p.clone() for p in model.named.values()]
+        if model.grid.me == 3:  # a last-stage rank: its norm's weight turns everything into NaN
+            next(iter(model.stages.values())).norm.weight.data[0] = float("nan")
+            before = [p.clone() for p in model.named.values()]
+        _, norm = model.step(x_BS, y_BS, rate=0.1)
+        same = all(torch.equal(a, b) for a, b in zip(before, model.named.values())
+                   if not a.isnan().any())  # fmt: skip
+        return np.isfinite(norm), same, model.optimizer.has_state
+
+    assert on_ranks(4, poisoned) == [(False, True, False)] * 4
+
+
+def test_clipping_scales_every_gradient_by_one_factor():
+    args = options(2, 1, 1, 2, 1, flags="--batch 2 --micro-batches 2")
+
+    def moved(max_norm):
+        sgd = dict(optimizer_class=torch.optim.SGD, lr=1.0)
+        model = five.Model(args, grid_of(args), CPU, **sgd)
+        x_BS, y_BS = torch.randint(256, (2, 2, args.length), generator=torch.manual_seed(0))
+        before = {name: p.clone() for name, p in model.named.items()}
+        _, norm = model.step(x_BS, y_BS, rate=1.0, max_norm=max_norm)
+        return norm, {name: (before[name] - p).detach() for name, p in model.named.items()}
+
+    for (norm, whole), (_, clipped) in zip(on_ranks(4, moved, 1e9), on_ranks(4, moved, 0.5)):
+        for name in whole:
+            assert torch.allclose(clipped[name], whole[name] * 0.5 / norm, atol=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    args = options(1, 1, 1, 1, 1, flags="--steps 100 --rate 1.0")
+    rates = [five.rate_at(step, args) for step in range(100)]
+    assert rates[0] == 0.1 and max(rates) <= 1.0 and rates[9] == 1.0
+    assert rates[99] == pytest.approx(0.1, abs=0.01)
+    args.decay = "wsd"
+    rates = [five.rate_at(step, args) for step in range(100)]
+    assert rates[10:80] == [1.0] * 70 and rates[90] == pytest.approx(0.5)
+
+
+def test_bf16_learns_with_fp32_masters():
+    def losses():
+        args = options(1, 2, 1, 1, 2, flags="--precision bf16 --batch 4 --steps 20")
+        model = five.Model(args, grid_of(args), CPU)
+        draw = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
+        found = [model.step(*draw, rate=3e-3)[0] for _ in range(20)]
+        kinds = {tensors["param"].dtype for *_, tensors in model.optimizer.local_state()}
+        return found, kinds, {p.dtype for p in model.named.values()}
+
+    for found, kinds, dtypes in on_ranks(2, losses):
+        assert found[-1] < found[0] - 1
+        assert kinds == {torch.float32} and dtypes == {torch.bfloat16}
+
+
+def test_validation_changes_nothing_and_equals_one_process():
+    def evaluate(sizes):
+        args = options(*sizes, flags="--batch 4 --precision fp32")
+        model = five.Model(args, grid_of(args), CPU)
+        x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
+        loss = model.evaluate(x_BS, y_BS)
+        loads = sum(router.load_2E.sum().item() for router in model.routers)
+        return loss, loads, all(p.grad is None for p in model.named.values())
+
+    (one,) = on_ranks(1, evaluate, (1, 1, 1, 1, 1))
+    for loss, loads, untouched in on_ranks(4, evaluate, (2, 1, 2, 1, 2)):
+        assert loss == pytest.approx(one[0], rel=1e-6) and loads == 0 and untouched
+
+
+# ── checkpoints (ck-01, ck-02, ck-05, ck-08, ck-10, ft-08) ───────────────────────────────────
+
+SHORT = "--steps 8 --batch 8 --layers 4 --micro-batches 2 --balance bias"
+HERE = (2, 1, 1, 2, 1)
+
+
+def steps(sizes, flags, stop, folder=None, resume=False):
+    """(losses and norms, a digest of state) of steps up to `stop`, from the newest checkpoint."""
+    args = options(*sizes, flags=f"{SHORT} {flags}")
+    model = five.Model(args, grid_of(args), CPU, weight_decay=0.1)
+    text, found = five.dp.read_text(None, 0), []
+    first = five.load(model, folder) if resume else 0
+    for step in range(first, stop):
+        batch = five.dp.sample(text, step, args.batch, args.length)
+        found.append(model.step(*batch, five.rate_at(step, args)))
+    if folder and not resume:
+        five.save(model, stop, folder)
+    state = [(name, span, {k: t.clone() for k, t in tensors.items()})
+             for name, span, tensors in model.optimizer.local_state()]  # fmt: skip
+    return found, state
+
+
+def test_resuming_on_the_same_grid_goes_on_bit_for_bit(tmp_path):
+    whole = on_ranks(4, steps, HERE, "", 6)
+    half = on_ranks(4, steps, HERE, "", 3, tmp_path)
+    rest = on_ranks(4, steps, HERE, "", 6, tmp_path, True)
+    for (all_found, all_state), (found, _), (more, state) in zip(whole, half, rest):
+        assert found + more == all_found
+        for (name, span, tensors), (other_name, other_span, others) in zip(all_state, state):
+            assert (name, span) == (other_name, other_span) and tensors.keys() == others.keys()
+            assert {"param", "exp_avg", "exp_avg_sq", "step"} <= tensors.keys()
+            assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+
+
+@pytest.mark.parametrize("sizes, flags", [
+    ((1, 1, 1, 1, 1), "--zero 0"),
+    ((1, 2, 2, 1, 4), ""),
+    pytest.param((2, 2, 1, 1, 2), "--schedule interleaved", marks=pytest.mark.slow),
+    pytest.param((4, 1, 1, 1, 1), "", marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 4, 1), "--no-sp", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_resuming_on_another_grid_goes_on_within_rounding(sizes, flags, tmp_path):
+    expected = on_ranks(4, steps, HERE, "", 6)[0][0][3:]
+    on_ranks(4, steps, HERE, "", 3, tmp_path)
+    ranks = int(np.prod(sizes[:4]))
+    found = on_ranks(ranks, steps, sizes, flags, 6, tmp_path, True)[0][0]
+    assert np.array(found) == pytest.approx(np.array(expected), rel=2e-4)
+
+
+def test_every_element_is_in_a_checkpoint_exactly_once(tmp_path):
+    on_ranks(4, steps, (1, 2, 1, 2, 2), "", 1, tmp_path)
+    path, manifest = five.newest(tmp_path)
+    covered = {}
+    for file in manifest["files"]:
+        for name, cut, (start, stop), tensors in torch.load(path / file)["pieces"]:
+            assert tensors["param"].numel() == stop - start
+            covered.setdefault((name, cut), []).append((start, stop))
+    for name, spans in covered.items():
+        spans.sort()
+        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:])), name
+
+
+def test_ck_01_a_file_that_is_not_what_was_written_is_refused_by_name(tmp_path):
+    on_ranks(4, steps, HERE, "", 1, tmp_path)
+    path, _ = five.newest(tmp_path)
+    file = path / "rank_00002.pt"
+    content = file.read_bytes()
+    for damaged in (content[:-100], content[:-1] + b"?"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="rank_00002.pt is not what was written"):
+            five.newest(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="rank_00002.pt is missing"):
+        five.newest(tmp_path)
+
+
+def test_ck_01_an_unfinished_checkpoint_does_not_exist(tmp_path):
+    on_ranks(4, steps, HERE, "", 1, tmp_path)
+    path, _ = five.newest(tmp_path)
+    shutil.copytree(path, tmp_path / "step_00000009.partial")
+    assert five.newest(tmp_path)[0] == path
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    on_ranks(4, steps, HERE, "", 1, tmp_path)
+    args = five.options([*SHORT.split(), "--width", "128", "--resume", str(tmp_path)])
+    with pytest.raises(ValueError, match="has width 64, not 128"):
+        five.validate(args, 16)
+    args = five.options([*SHORT.split(), "--save", str(tmp_path)])
+    with pytest.raises(ValueError, match="step_00000001 is there"):
+        five.validate(args, 16)
+
+
+# ── as a user runs it ────────────────────────────────────────────────────────────────────────
+
+SMALL = "--pp 2 --dp 2 --cp 1 --tp 1 --ep 2 --batch 4 --print-every 1".split()
+
+
+def test_the_script_proves_and_trains():
+    done = run_script(SCRIPT, *SMALL, "--steps", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held out" in done.stdout and "NOT AS CLAIMED" not in done.stdout
+
+
+def final_line(text):
+    return re.findall(r"held out ([\d.]+)", text)
+
+
+@pytest.mark.slow
+def test_any_rank_killed_at_any_moment_ten_times_and_the_run_ends_as_if_undisturbed(tmp_path):
+    flags = [*SMALL, "--steps", 12, "--save-every", 2]
+    undisturbed = run_script(SCRIPT, *flags, "--save", tmp_path / "calm")
+    assert undisturbed.returncode == 0
+    folder, draw = tmp_path / "stormy", random.Random(0)
+    flags += ["--save", folder, "--resume", folder]
+    for attempt in range(10):
+        with start_script(SCRIPT, *flags) as process:
+            children = f"/proc/{process.pid}/task/{process.pid}/children"
+            for line in process.stdout:
+                if line.startswith("step"):
+                    break
+            time.sleep(draw.random() * 1.5)
+            with open(children) as listed:
+                ranks = listed.read().split()
+            if not ranks:  # it was faster, and is done
+                break
+            os.kill(int(draw.choice(ranks)), signal.SIGKILL)
+            killed = time.monotonic()
+            err = process.communicate(timeout=60)[1]
+            assert time.monotonic() - killed < 30
+            assert process.returncode == 1 and "SIGKILL" in err, err
+        if found := five.checkpoints(folder):
+            manifest = json.loads((found[-1] / "manifest.json").read_text())
+            assert five.newest(folder)[0] == found[-1] and manifest["step"] > 0
+    done = run_script(SCRIPT, *flags)
+    assert done.returncode == 0, done.stderr
+    assert final_line(done.stdout) == final_line(undisturbed.stdout) != []
+
+
+@pytest.mark.slow
+def test_torchrun_recovers_by_itself(tmp_path):
+    """A rank kills itself once, in the first attempt, after the first checkpoint."""
+    script = tmp_path / "run.py"
+    script.write_text(f"""
+import importlib, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+five = importlib.import_module("07_5d")
+save = five.save
+def save_and_die(model, step, folder):
+    save(model, step, folder)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and model.grid.me == 1 and step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+five.save = save_and_die
+five.dp.launch(five.main, five.options(), five.validate)
+""")
+    flags = [*SMALL, "--steps", 8, "--save-every", 2]
+    calm = run_script(SCRIPT, *flags)
+    torchrun = ["--standalone", "--nproc-per-node", 4, "--max-restarts", 1]
+    folder = tmp_path / "saved"
+    done = run_script(
+        script, *flags, "--save", folder, "--resume", folder, torchrun=torchrun, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "going on from step 4" in done.stdout
+    assert final_line(done.stdout)[-1:] == final_line(calm.stdout) != []
+
+
+def test_ft_01_a_rank_that_raises_is_named():
+    def bad():
+        args = options(1, 2, 1, 1, 1)
+        model = five.Model(args, grid_of(args), CPU)
+        if dist.get_rank() == 1:
+            raise ValueError("step 3")
+        model.gradients(*five.proof_batch(args, model.grid))
+
+    with pytest.raises(RankFailed, match="(?s)rank 1 raised.*step 3"):
+        on_ranks(2, bad)
