@@ -77,9 +77,8 @@ def recorded(path, size=None):
     def save(figure, *_, **given):
         if size:
             figure.set_size_inches(size)
-        figure.canvas.draw()  # ticks are chosen when drawn
-        data.extend(data_of(figure))
         real(figure, pixels := BytesIO(), dpi=PIXELS, facecolor="white")
+        data.extend(data_of(figure))  # ticks are chosen when drawn
         about = PngInfo()
         about.add_text("Data", fingerprint(data))
         picture = Image.open(pixels).convert("RGB").quantize(64, dither=Image.Dither.NONE)
@@ -292,10 +291,11 @@ def draw_zero(path, ranks=(8, 64)):
             label = f"{m} micro-batch{'es' * (m > 1)}" if stage == 0 else None
             right.bar(at, units, 0.36, color=(DARK, LIGHT)[k], ec="black", lw=0.6, label=label)
             right.text(at, units + 0.15, f"{units:.3g}", ha="center", fontsize=9)
-    names = ["stage 0\nall copied"]
-    names += [f"ZeRO-{k + 1}\n{x} cut" for k, x in enumerate(("optimizer", "gradients", "weights"))]
+    stages = "stage 0", "ZeRO-1", "ZeRO-2", "ZeRO-3"
+    first_cut = "all copied", "optimizer cut", "gradients too", "weights too"
+    left.set_xticks(range(4), [f"{a}\n{b}" for a, b in zip(stages, first_cut)])
+    right.set_xticks(range(4), stages)
     for axes in (left, right):
-        axes.set_xticks(range(4), names)
         axes.tick_params(length=0, pad=14 if axes is left else 4)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9)
