@@ -663,7 +663,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shard.optimizer.step()
             for piece in shard.pieces:
                 piece.tensor.grad = None
-                shard.own[piece.where] = piece.tensor
+                if shard.own.dtype != shard.state_dtype:
+                    shard.own[piece.where] = piece.tensor
             if self.stage < 3:
                 shard.is_whole = False
                 shard.gather()
