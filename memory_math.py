@@ -1887,14 +1887,20 @@ def run_offload(
     nvme: Annotated[float, "GB/s per GPU to NVMe"] = 6.0,
 ):
     """Bytes and seconds per step of states that live in CPU memory or on NVMe."""
-    stage, ranks, rows = heaviest(estimate(model, layout)), layout.zero_ranks, []
+    stage, rows = heaviest(estimate(model, layout)), []
+    parts = local_parameters(model, layout, stage.layers)
+    groups = {x: group_size(parts, x) for x in ("dense", "expert") if group_size(parts, x)}
     for tier in "cpu", "nvme":
-        for what, size in offload_bytes(stage.params, ranks, layout.recipe, tier).items():
+        moved = Counter()
+        for group, n in groups.items():
+            moved.update(offload_bytes(n, layout.shards(group), layout.recipe, tier))
+        for what, size in moved.items():
             seconds = size / 1e9 / (nvme if what.startswith("optimizer") else pcie)
             row = {"tier": tier, "what": what, "GiB": size / GiB, "seconds": seconds}
             rows.append(row | {"_bytes": size})
     return rows, [
-        f"{described(model, layout)}; {stage.params:,} parameters cut over {ranks} ranks",
+        described(model, layout),
+        *(f"{n:,} {x} parameters, cut over {layout.shards(x)} ranks" for x, n in groups.items()),
         f"assumes {pcie:g} GB/s per GPU to the CPU, {nvme:g} to NVMe, nothing overlapped",
     ]
 

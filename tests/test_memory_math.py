@@ -1287,6 +1287,14 @@ def test_what_the_commands_say(capsys):
     ]
 
 
+def test_offload_cuts_experts_over_their_own_replicas(capsys):
+    layout = "--model mixtral-8x7b --dp 8 --ep 4".split()
+    rows = json.loads(answered(capsys, "offload", *layout, "--json"))["rows"]
+    kinds = mm.parameters_by_kind(preset("mixtral-8x7b"))
+    dense, expert = mm.count_parameters(preset("mixtral-8x7b")) - kinds["expert"], kinds["expert"]
+    assert rows[0]["bytes"] == 2 * (-(-dense // 8) + expert // 4 // 2)
+
+
 WRONG = [
     ("params --model lama-3-8b", "nearest are llama-3-8b"),
     ("params --config nowhere.json", "--config nowhere.json"),
