@@ -17,6 +17,8 @@ are a second list: one line per tensor kept for backward, written as the formula
     python memory_math.py guide --wrong
     python memory_math.py plot memory --model llama-3-70b --tp 8 --pp 8 --out memory.png
 
+`estimate` says of a layout whether it fits and, if not, what would; and, if it is slow, why.
+
 Units: bytes, seconds, FLOPs. GiB = 2**30, GB = 1e9; memory is printed in GiB. A GPU sold with
 80 GB shows 81,559 MiB = 79.6 GiB. Guide sections: all memory and capacity sections, ZeRO, cost
 economics, MFU/HFU/MBU; `guide` prints the guide's own numbers beside the recomputed ones.
@@ -1619,6 +1621,7 @@ def plot_zero(ax, model, layout):
     _lines(ax, {f"ZeRO-{stage}" if stage else "DDP": (ranks, sizes(stage)) for stage in range(4)})
     ax.set(xscale="log", yscale="log", xlabel="data-parallel ranks", ylabel="GiB of state per rank")
     ax.set_xticks(ranks, ranks)
+    ax.yaxis.set_major_formatter("{x:,g}")
     ax.set(title=f"{model.name}, {layout.recipe}: weights, gradients and optimizer")
 
 
@@ -1638,6 +1641,7 @@ def plot_activations(ax, model, layout):
     _lines(ax, curves)
     ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB, all layers")
     ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    ax.yaxis.set_major_formatter("{x:,g}")
     ax.set(title=f"{model.name}: kept for backward, one sequence on tp {layout.tp}")
 
 
@@ -1657,6 +1661,7 @@ def plot_traffic(ax, model, layout):
         ax.text(size, y, f" {size:.3g}", va="center", fontsize=8)
     ax.set_yticks(range(len(rows)), [name for (name, _), _ in rows])
     ax.set(xscale="log", xlabel="GiB that leave one rank in a step (log scale)")
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.set(title=f"{model.name}: {layout.m} micro-batches of {layout.batch} x {layout.seq}")
 
 
