@@ -14,9 +14,15 @@ spec.loader.exec_module(make)
 
 SLOW = {"07_5d", "04_pp_schedules"}  # sixteen ranks; a thousand bars
 each = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in make.PICTURES],
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in make.PICTURES]
 )
+WHITE = {(255, 255, 255, 255)}
+
+
+def corners(picture):
+    """The colours of a picture's four corners; transparent ones would be lost on a dark page."""
+    at = [(x, y) for x in (0, picture.width - 1) for y in (0, picture.height - 1)]
+    return {picture.convert("RGBA").getpixel(xy) for xy in at}
 
 
 @each
@@ -24,7 +30,7 @@ def test_a_picture_is_what_would_be_drawn_today(name, tmp_path):
     committed, drawn = FOLDER / f"{name}.png", tmp_path / f"{name}.png"
     data = make.PICTURES[name](drawn)
     with Image.open(committed) as old, Image.open(drawn) as new:
-        assert old.size == new.size
+        assert old.size == new.size and corners(new) == WHITE
         assert new.text["Data"] == make.fingerprint(data)
         assert old.text["Data"] == new.text["Data"], f"run: python figures/make.py {name}"
 
@@ -39,11 +45,7 @@ def test_a_picture_is_small_as_wide_as_a_readme_and_on_white(name):
     path = FOLDER / f"{name}.png"
     assert path.stat().st_size < 200_000
     with Image.open(path) as picture:
-        width, height = picture.size
-        assert width == 900
-        corners = [(x, y) for x in (0, width - 1) for y in (0, height - 1)]
-        pixels = picture.convert("RGBA")
-        assert {pixels.getpixel(at) for at in corners} == {(255, 255, 255, 255)}
+        assert picture.width == 900 and corners(picture) == WHITE
 
 
 def one_bar(path, height=2.0, word="a"):
