@@ -319,8 +319,8 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
     Returns a Timeline. Raises ValueError for a schedule that cannot complete (with the operation
     that blocks each rank), or that has an operation too many or too few.
     """
-    if any(not callable(cost) and cost < 0 for cost in costs):
-        raise ValueError(f"--costs {costs}: none can be negative; B is I + W, so B >= W")
+    if not all(callable(cost) or 0 <= cost < math.inf for cost in costs):
+        raise ValueError(f"--costs {costs}: each must be 0 or more, and finite; B is I + W")
     last = max(stage for _, stage in placement(schedule))
     prices = dict(F=costs[:1], I=costs[1:2], W=costs[2:3], B=costs[1:3])
     share = len(schedule) / (last + 1)
@@ -788,15 +788,10 @@ class Scale:
 
     def __init__(self, blocks):
         self.now = self.peak = 0
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t)
         for block in blocks:
-            block.forward = self._weighed(block.forward)
-
-    def _weighed(self, forward):
-        def weighed(*args):
-            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
-                return forward(*args)
-
-        return weighed
+            block.register_forward_pre_hook(lambda *_: saving.__enter__())
+            block.register_forward_hook(lambda *_: saving.__exit__())
 
     def _save(self, t):
         self._add(t.nbytes)
@@ -880,67 +875,32 @@ def proof(args, group, device):
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def schedules(args, p):
-    """{name: schedule} on p ranks of --schedule, or without it of all, each with the options that
-    it takes. Raises ValueError."""
-    flags, made = {"v": "--chunks", "g": "--group", "limit": "--limit"}, {}
-    options = {"v": args.chunks, "g": args.group, "limit": args.limit}
-    options = {key: value for key, value in options.items() if value is not None}
-    for name in [args.schedule] if args.schedule else SCHEDULES:
-        takes = inspect.signature(SCHEDULES[name]).parameters
-        alien = [f"{flags[key]} {options[key]}" for key in options if key not in takes]
-        if alien and args.schedule:
-            raise ValueError(f"{alien[0]} means nothing to --schedule {name}")
-        if args.schedule or name != "dualpipe" or p % 2 == 0:
-            given = {key: value for key, value in options.items() if key in takes}
+def schedules(args, p, names=None):
+    """{name: schedule} on p ranks, each with the options that it takes: those named, or that of
+    --schedule, or all. Raises ValueError."""
+    flags, made = {"chunks": "v", "group": "g", "limit": "limit"}, {}
+    names = names or ([args.schedule] if args.schedule else [*SCHEDULES])
+    for name in names:
+        given, takes = {}, inspect.signature(SCHEDULES[name]).parameters
+        for flag, key in flags.items():
+            if (value := getattr(args, flag)) is not None and key in takes:
+                given[key] = value
+            elif value is not None and len(names) == 1:
+                raise ValueError(f"--{flag} {value} means nothing to --schedule {name}")
+        if len(names) == 1 or name != "dualpipe" or p % 2 == 0:
             made[name] = SCHEDULES[name](p, args.microbatches, **given)
     return made
 
 
-class Sleeper(nn.Module):
-    """A stage that sleeps (F, I, W) seconds instead of computing, so that a few cores can stand for
-    many ranks: its order, messages and waits are real, its work is not."""
-
-    def __init__(self, seconds, last):
-        super().__init__()
-        self.seconds, self.last = seconds, last
-
-    def boundary(self, microbatch):
-        """Room for one number."""
-        return torch.empty(1)
-
-    def forward(self, x, microbatch, later=None):
-        up, down, weights = self.seconds
-        time.sleep(up)
-        y = 1 + (torch.zeros(1, requires_grad=True) if x is None else x)
-
-        def backward(_):
-            time.sleep(down + (weights if later is None else 0))
-            if later is not None:
-                later.append(lambda: time.sleep(weights))
-
-        if y.requires_grad:
-            y.register_hook(backward)
-        return y.sum() if self.last else y
-
-
-def measure(schedule, group, costs=(1, 1, 1), unit=0.02):
-    """The Timeline, in units, of a run whose stages sleep `unit` seconds per unit of (F, I, W); the
-    same on every rank. One machine only: it compares the ranks' clocks."""
-    place = placement(schedule)
-    last, m = max(place)[1], 1 + max(op.microbatch for ops in schedule[0] for op in ops)
-    seconds = [unit * cost * len(schedule) / (last + 1) for cost in costs]
-    model = [Sleeper(seconds, stage == last) for stage in range(last + 1)]
-    # barrier over pp: all start together
-    dist.barrier(group=group)
-    _, timed = execute(schedule, mine(schedule, model, group), range(m), group)
-    ranks = [None] * len(schedule)
+def together(timed, group, unit=1.0):
+    """One Timeline, the same on every rank, of all ranks' Timed cells; `unit`: seconds of a unit of
+    its time. Ranks of one machine only: it compares their clocks."""
+    ranks = [None] * dist.get_world_size(group)
     # all_gather_object over pp: everybody's cells
     dist.all_gather_object(ranks, timed, group=group)
-    cells = sorted((cell for cells in ranks for cell in cells), key=lambda cell: cell.end)
-    zero = min(cell.start for cell in cells)
-    scaled = [((cell.start - zero) / unit, (cell.end - zero) / unit) for cell in cells]
-    return Timeline([Timed(cell.rank, cell.ops, *at) for cell, at in zip(cells, scaled)])
+    cells = sorted(sum(ranks, []), key=lambda cell: cell.start)
+    since = lambda t: (t - cells[0].start) / unit
+    return Timeline([Timed(*cell[:2], since(cell.start), since(cell.end)) for cell in cells])
 
 
 def report(args, p, out=print):
@@ -963,7 +923,8 @@ def report(args, p, out=print):
 
 
 def train(args, name, schedule, group, device):
-    """Train on text by the schedule; print the loss beside the text's unigram entropy."""
+    """Train on text by the schedule; print the loss beside the text's unigram entropy. Returns the
+    last step's cells, as this rank ran them."""
     text, m, stages = read_text(args.text, 0), args.microbatches, 1 + max(placement(schedule))[1]
     model = mine(schedule, build(stages, max(stages, 4 // stages * stages), D=64), group)
     params = {param for stage in model.values() for param in stage.to(device).parameters()}
@@ -971,7 +932,7 @@ def train(args, name, schedule, group, device):
     say(f"\n{name} on text; its unigram entropy is {unigram_entropy(text):.3f}")
     for step in range(args.steps):
         x, y = (whole.to(device).chunk(m) for whole in sample(text, step, 4 * m, 64))
-        losses, _ = execute(schedule, model, list(zip(x, y, [4 * m * 64] * m)), group)
+        losses, timed = execute(schedule, model, list(zip(x, y, [4 * m * 64] * m)), group)
         share_gradients(schedule, model, group)
         optimizer.step()
         optimizer.zero_grad()
@@ -980,22 +941,28 @@ def train(args, name, schedule, group, device):
         dist.all_reduce(loss, group=group)
         if step % 10 == 0 or step == args.steps - 1:
             say(f"step {step:3}  loss {loss.item():.3f}")
+    return timed
 
 
-def plot(args, name, schedule, group):
+def replay(measured, schedule):
+    """The schedule simulated with the time that each operation was measured to take: what a run has
+    beyond it are messages, and ranks that wait for a core."""
+    took = Counter()
+    for cell in measured.cells:
+        for kind, stage, i, _ in cell.ops:
+            took[kind.replace("B", "I"), stage, i] = (cell.end - cell.start) / len(cell.ops)
+    costs = [lambda *at, kind=kind: took[kind, *at] for kind in "FIW"]
+    return simulate(schedule, (*costs, 0))
+
+
+def plot(args, name, measured, schedule):
     """Three pictures: the schedule predicted above measured; all schedules; bubbles over m/p."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    patience = timedelta(seconds=args.timeout)
-    # a group of gloo's, also beside NCCL: who sleeps on the host must also wait there
-    host = dist.new_group(backend="gloo", timeout=patience)
-    p, measured = len(schedule), measure(schedule, host)
-    if dist.get_rank(group):
-        return
-    both = {f"{name}, predicted": simulate(schedule), "measured, stages asleep": measured}
-    gantt(both, f"{args.plot}_gantt.png")
-    every = schedules(argparse.Namespace(**vars(args) | {"schedule": None}), p)
+    both = {f"{name}, simulated with the measured times": replay(measured, schedule)}
+    gantt(both | {"measured": measured}, f"{args.plot}_gantt.png")
+    p, every = len(schedule), schedules(args, len(schedule), [*SCHEDULES])
     gantt({key: simulate(made) for key, made in every.items()}, f"{args.plot}_all.png", columns=2)
     figure, times = Figure(figsize=(11, 4.2), layout="constrained"), [1, 2, 3, 4, 6, 8]
     panels = {"one step, first start to last end": lambda made: simulate(made).makespan,
@@ -1028,20 +995,20 @@ def main(args, device):
     report(args, p, say)
     say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
     broken = prove(list(proof(args, group, device)), device)
-    if args.plot:
-        plot(args, name, schedule, group)
-    elif args.steps:
-        train(args, name, schedule, group, device)
+    if args.steps:
+        measured = together(train(args, name, schedule, group, device), group)
+        if args.plot and dist.get_rank(group) == 0:
+            plot(args, name, measured, schedule)
     return broken
 
 
 def predict(args):
     """--list and --simulate: all that needs no ranks."""
     if args.list:
-        for name, generate in SCHEDULES.items():
-            bubble, of, peak, boundaries, _ = FORMULAS[name]
-            print(f"{name:15}{' '.join(generate.__doc__.partition('limit:')[0].split())}\n{'':15}"
-                  f"bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")  # fmt: skip
+        for name, (bubble, of, peak, boundaries, _) in FORMULAS.items():
+            about = inspect.getdoc(SCHEDULES[name]).replace("\n", "\n    ")
+            formulas = f"bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}"
+            print(f"{name}\n    {about}\n    {formulas}")
         return
     validate(args, args.ranks)
     timelines = {k: simulate(made, args.costs) for k, made in schedules(args, args.ranks).items()}
@@ -1057,13 +1024,22 @@ def predict(args):
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
+    if ranks < 1 or args.steps < 0:
+        raise ValueError(f"--ranks {ranks}, --steps {args.steps}: at least 1 and 0 are needed")
+    if args.json and not args.simulate:
+        raise ValueError("--json prints what --simulate predicts: give both")
     for flag in ("microbatches", "chunks"):
         if (value := getattr(args, flag)) is not None and value < 1:
             raise ValueError(f"--{flag} {value}: at least 1 is needed")
-    if len(args.costs) != 4:
-        raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm")
-    if args.plot and not Path(args.plot).parent.is_dir():
-        raise ValueError(f"--plot {args.plot}: there is no folder {Path(args.plot).parent}")
+    try:
+        args.costs = [float(number) for number in str(args.costs).split(",")]
+        F, I, W, comm = args.costs
+    except ValueError as error:
+        raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm") from error
+    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
+    if args.plot and args.steps < 1:
+        raise ValueError(f"--plot draws the last step, and --steps {args.steps} has none")
     read_text(args.text, at_least=65)
     for schedule in schedules(args, ranks).values():
         simulate(schedule, args.costs)
@@ -1270,12 +1246,11 @@ if __name__ == "__main__":
     parser.add_argument("--chunks", type=int, help="stages per rank, where interleaved; default 2")
     parser.add_argument("--group", type=int, help="micro-batches per turn, where interleaved")
     parser.add_argument("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
-    numbers = lambda text: [float(number) for number in text.split(",")]
-    parser.add_argument("--costs", type=numbers, default=[1, 1, 1, 0], metavar="F,I,W,COMM")
+    parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,COMM")
     parser.add_argument("--simulate", action="store_true", help="predict, and start no ranks")
     parser.add_argument("--json", action="store_true", help="with --simulate: each cell's times")
     parser.add_argument("--list", action="store_true", help="the schedules and their formulas")
-    parser.add_argument("--plot", metavar="PREFIX", help="draw three pictures instead of training")
+    parser.add_argument("--plot", metavar="PREFIX", help="draw three pictures, one of the run")
     args = parser.parse_args()
     if not (args.simulate or args.list):
         launch(main, args, validate)
