@@ -19,7 +19,7 @@ grid can read it. One table answers the first; all else follows from it.
 
     python 07_5d.py                                                    16 ranks: 2 of each axis
     python 07_5d.py --pp 1 --dp 2 --cp 1 --tp 1 --ep 2                 any other factorisation
-    torchrun --nnodes 4 --nproc-per-node 8 07_5d.py --tp 8 --dp 4      many machines: see README
+    torchrun --nnodes 4 --nproc-per-node 8 07_5d.py ...                many machines: see README
 
 Guide: 3D, 4D, 5D parallelism · Communication patterns and topology · Activation checkpointing ·
 Gradient accumulation · Checkpointing and resharding · Hyperparameters. Llama 3 405B had no five
