@@ -166,10 +166,10 @@ def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
     exact = 0
-    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0), (1, 2, 1.5, 0)]:
+    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0)]:
         for kept in (1, 0.5):
             for p in (2, 4, 8):
-                for m in {1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p, 8 * p}:
+                for m in {1, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p}:
                     bubble, peaks, messages = pp.closed_form(name, p, m, costs=costs, kept=kept)
                     t = simulate(SCHEDULES[name](p, m), costs, kept)
                     assert t.messages == messages
@@ -178,7 +178,7 @@ def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
                         whole = getattr(t, pp.FORMULAS[name][1])
                         assert whole - t.ideal == pytest.approx(bubble), (costs, p, m)
                         assert t.peak == pytest.approx(peaks), (costs, kept, p, m)
-    assert exact >= (12 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 80)
+    assert exact >= (7 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 50)
 
 
 def test_latency_costs_what_it_must():
@@ -668,6 +668,17 @@ def test_measured_durations_simulated_give_the_measured_order(name):
 # ── as its user runs it ──────────────────────────────────────────────────────────────────────
 
 
+def command_line(*words):
+    """The exit status of the script in this process, where torch is imported; no ranks start."""
+    with patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]):
+        with patch.object(pp.mp, "start_processes", side_effect=AssertionError("ranks started")):
+            try:
+                runpy.run_path(str(SCRIPT), run_name="__main__")
+            except SystemExit as done:
+                return done.code or 0
+    return 0
+
+
 @pytest.mark.parametrize("wrong, says", [
     (["--microbatches", 0], "--microbatches 0: at least 1"),
     (["--chunks", 0], "--chunks 0: at least 1"),
@@ -688,26 +699,26 @@ def test_measured_durations_simulated_give_the_measured_order(name):
     (["--json"], "--json"),
 ])  # fmt: skip
 def test_what_cannot_work_is_a_sentence(wrong, says, capsys):
-    with patch.object(sys, "argv", [str(SCRIPT), *map(str, wrong)]):
-        with pytest.raises(SystemExit) as done:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert command_line(*wrong) == 2
     out, err = capsys.readouterr()
-    assert done.value.code == 2 and out == ""
-    assert says in err and err.count("\n") == 1
+    assert out == "" and says in err and err.count("\n") == 1
 
 
-def test_predictions_need_no_ranks():
+def test_predictions_need_no_ranks(capsys):
     shape = "--ranks", 16, "--microbatches", 64, "--schedule", "zb-h1"
-    done = run_script(SCRIPT, "--simulate", *shape)
-    assert done.returncode == 0 and re.search(r"zb-h1 +207 +15 ", done.stdout)
-    done = run_script(SCRIPT, "--simulate", "--json", "--costs", "2,3,1,0.5", "--schedule", "1f1b")
-    cells = json.loads(done.stdout)["1f1b"]
+    assert command_line("--simulate", *shape) == 0
+    assert re.search(r"zb-h1 +207 +15 ", capsys.readouterr().out)
+    costs = "--costs", "2,3,1,0.5"
+    assert command_line("--simulate", "--json", *costs, "--schedule", "1f1b") == 0
+    cells = json.loads(capsys.readouterr().out)["1f1b"]
     t = simulate(SCHEDULES["1f1b"](4, 8), (2, 3, 1, 0.5))
     assert max(end for *_, end in cells) == t.makespan
-    listed = run_script(SCRIPT, "--list").stdout
-    assert all(name in listed for name in SCHEDULES)
+    assert command_line("--list") == 0
+    listed = capsys.readouterr().out
+    assert all(f"{name}\n" in listed for name in SCHEDULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_it_learns_from_text(name):
     done = run_script(SCRIPT, "--ranks", 2, "--steps", 21, "--schedule", name)
@@ -717,8 +728,9 @@ def test_it_learns_from_text(name):
     assert losses[0] > 5 and losses[-1] < entropy - 0.3
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path):
     done = run_script(SCRIPT, "--ranks", 2, "--microbatches", 4, "--schedule", "zb-h1",
-                      "--plot", tmp_path / "a")  # fmt: skip
+                      "--steps", 2, "--plot", tmp_path / "a")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"a_gantt.png", "a_all.png", "a_bubbles.png"}
