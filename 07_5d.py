@@ -41,6 +41,7 @@ import os
 import shutil
 import time
 from collections import Counter, defaultdict, namedtuple
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -227,6 +228,7 @@ class Model:
         self.args, self.grid, self.device = args, grid, device
         self.schedule = make_schedule(args, grid.size("pp"))
         self.place = pp.placement(self.schedule)
+        self.twins = (1, 0) in self.place  # DualPipe: each stage stands on two ranks
         last = max(stage for _, stage in self.place)
         here = sorted({s for (_, s), rank in self.place.items() if rank == grid.at["pp"]})
         attend, self.layout = attention_of(args, grid)
@@ -264,6 +266,8 @@ class Model:
         )
         modules = [module for stage in self.stages.values() for module in stage.modules()]
         self.routers = [module for module in modules if isinstance(module, ep.Router)]
+        for router in self.routers:  # a bias learns by thousandths, which bf16 would round away
+            router.bias_E = router.bias_E.float()
 
     def _fully_shard(self, stage):
         """Make units of ZeRO-3: each block, the stage around them, and, under SP, each norm, whose
@@ -281,8 +285,7 @@ class Model:
         #         hint: once for each rank of its stage, but for the axes that it is split over
         split, _ = self.table[kind]
         stage_ranks = self.grid.size("dp cp tp")
-        twice = 2 if (1, 0) in self.place else 1  # DualPipe: each stage stands on two ranks
-        return twice * stage_ranks // self.grid.size(split)
+        return (1 + self.twins) * stage_ranks // self.grid.size(split)
         # /Q7.3
 
     def parameters(self):
@@ -315,7 +318,7 @@ class Model:
         the same numbers on every rank."""
         micro_batches, grid = self.micro_batches(x_BS, y_BS), self.grid
         losses, _ = pp.execute(self.schedule, self.stages, micro_batches, grid["pp"])
-        if self.args.tied or (1, 0) in self.place:
+        if self.args.tied or self.twins:
             pp.share_gradients(self.schedule, self.stages, grid["pp"])
         squares = self.optimizer.grad_norm_sq()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -343,6 +346,8 @@ class Model:
                 router.update_bias(1e-3)
         # /Q7.4
         self.optimizer.zero_grad()
+        for router in self.routers:  # a step that was skipped leaves no counts behind
+            router.load_2E.zero_()
         return loss, norm
 
     def evaluate(self, x_BS, y_BS):
@@ -363,8 +368,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def make_schedule(args, stages):
-    """The lists of the schedule for the ranks of pp. Raises ValueError as its generator does."""
-    return pp.SCHEDULES[args.schedule](stages, args.micro_batches)
+    """The lists of the schedule for `stages` ranks of pp. Raises ValueError as its generator does,
+    whose --ranks are --pp here."""
+    try:
+        return pp.SCHEDULES[args.schedule](stages, args.micro_batches)
+    except ValueError as refused:
+        raise ValueError(str(refused).replace("--ranks", "--pp")) from None
 
 
 def rate_at(step, args):
@@ -407,7 +416,9 @@ def save(model, step, folder):
         rows = enumerate(digests.view(-1, 32).tolist())
         files = {f"rank_{r:05}.pt": bytes(row).hex() for r, row in rows}
         about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args)}
-        write_synced(partial_ / "manifest.json", json.dumps({**about, "files": files}).encode())
+        content = json.dumps({**about, "files": files}).encode()
+        seal = hashlib.sha256(content).hexdigest().encode()
+        write_synced(partial_ / "manifest", seal + b"\n" + content)
         partial_.rename(final)
         sync_folder(folder)
         for old in checkpoints(folder)[:-2]:
@@ -416,7 +427,7 @@ def save(model, step, folder):
 
 
 def write_synced(path, content):
-    """Write a file, and wait until it is on the disk."""
+    """Write bytes to a file, and wait until they are on the disk."""
     with open(path, "wb") as out:
         out.write(content)
         out.flush()
@@ -434,6 +445,8 @@ def pieces(model):
     """(name, its cut, elements start:stop of this cut flattened, tensors) that this rank writes: of
     what several ranks hold, the first among them."""
     at = model.grid.at
+    if model.twins and 2 * at["pp"] >= model.grid.size("pp"):
+        return
     for name, (start, stop), tensors in model.optimizer.local_state():
         kind = model.kinds[name]
         if kind == "copy":
@@ -462,14 +475,25 @@ def newest(folder):
     found = checkpoints(folder)
     if not found:
         return None
-    manifest = json.loads((found[-1] / "manifest.json").read_text())
+    seal, _, content = read_whole(found[-1] / "manifest").partition(b"\n")
+    check_digest(found[-1] / "manifest", content, seal.decode(errors="replace"))
+    manifest = json.loads(content)
     for name, digest in manifest["files"].items():
-        file = found[-1] / name
-        if not file.exists():
-            raise ValueError(f"--resume: {file} is missing")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise ValueError(f"--resume: {file} is not what was written; remove {found[-1]}")
+        check_digest(found[-1] / name, read_whole(found[-1] / name), digest)
     return found[-1], manifest
+
+
+def read_whole(file):
+    """The bytes of a file of a checkpoint. Raises ValueError with its name where it is missing."""
+    if not file.is_file():
+        raise ValueError(f"--resume: {file} is missing; remove {file.parent}")
+    return file.read_bytes()
+
+
+def check_digest(file, content, digest):
+    """Raise ValueError with the file's name where its content is not what was written."""
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"--resume: {file} is not what was written; remove {file.parent}")
 
 
 @torch.no_grad()
@@ -480,20 +504,23 @@ def load(model, folder):
         return 0
     path, manifest = found
     found = defaultdict(lambda: defaultdict(dict))  # name, tensor, then cut: its pieces
-    for file in sorted(path.glob("rank_*.pt")):
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+    for file in manifest["files"]:
+        saved = torch.load(path / file, map_location="cpu", weights_only=True)
         for name, cut, span, tensors in saved["pieces"]:
             for key, tensor in tensors.items() if name in model.named or "bias_E" in name else ():
                 found[name][key].setdefault(cut, []).append((span, tensor))
-        if file.name == f"rank_{model.grid.me:05}.pt" and manifest["grid"] == model.grid.sizes:
+        if file == f"rank_{model.grid.me:05}.pt" and manifest["grid"] == model.grid.sizes:
             torch.set_rng_state(saved["random"])
     state, groups = {}, model.optimizer.param_groups
     named = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
-    for index, (name, param) in enumerate(named):
-        local = {key: resharded(model, name, cuts) for key, cuts in found[name].items()}
-        master = local.pop("param")
-        param.copy_(master)
-        state[index] = {**local, **({"master": master} if param.dtype != master.dtype else {})}
+    with ExitStack() as whole:
+        for stage in model.stages.values():
+            whole.enter_context(zero.gathered(stage))  # what ZeRO-3 has cut, to be written
+        for index, (name, param) in enumerate(named):
+            local = {key: resharded(model, name, cuts) for key, cuts in found[name].items()}
+            master = local.pop("param")
+            param.copy_(master)
+            state[index] = {**local, **({"master": master} if param.dtype != master.dtype else {})}
     for stage in model.stages.values():
         for name, buffer in stage.named_buffers():
             if name in found:
@@ -568,7 +595,7 @@ def sent_by_formula(model, x_BS, plans):
         to, _ = pp.receiver(op, model.place, last)
         sent["pp"] += X / (n_tp if args.sp else 1) * (to is not None and to != grid.at["pp"])
     ends = {model.place[0, 0], model.place[0, last]}
-    if (1, 0) in model.place:  # DualPipe: two copies of everything exchange their gradients
+    if model.twins:  # two copies of everything exchange their gradients
         sent["pp"] += sum(param.nbytes for param in model.named.values())
     elif args.tied and len(ends) == 2 and grid.at["pp"] in ends:
         sent["pp"] += model.named["embedding.weight"].nbytes
@@ -847,9 +874,13 @@ def n_stages(args):
 def validate(args, ranks):
     """Refuse, in a sentence with the numbers, what cannot work."""
     sizes = {axis: getattr(args, axis) for axis in ("pp", "dp", "cp", "tp")}
-    for axis, size in {**sizes, "ep": args.ep}.items():
-        if size < 1:
-            raise ValueError(f"--{axis} {size}: at least 1 is needed")
+    least = dict.fromkeys(("ep", *sizes, *(name.replace("-", "_") for name in NUMBERS)), 1)
+    for name, at_least in {**least, "top_k": args.top_k, "experts": 0, "steps": 0}.items():
+        if getattr(args, name) < at_least:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise ValueError(f"{flag}: at least {at_least} is needed")
+    if not 0 < args.rate < math.inf:
+        raise ValueError(f"--rate {args.rate}: a rate is more than 0")
     product = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
     if math.prod(sizes.values()) != ranks:
         raise ValueError(f"{product} = {math.prod(sizes.values())}, and there are {ranks} ranks")
@@ -864,6 +895,11 @@ def validate(args, ranks):
     if args.experts and not 1 <= args.top_k <= args.experts:
         raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
     kinds = {op.kind for cells in make_schedule(args, args.pp) for cell in cells for op in cell}
+    if args.schedule == "dualpipe" and args.experts and args.balance == "bias":
+        raise ValueError(
+            "--schedule dualpipe --balance bias: each of the two copies of a router would learn "
+            "from its own half of the micro-batches: say --balance aux"
+        )
     if args.zero == 3 and args.recompute == "full" and args.sp and args.tp > 1:
         raise ValueError("--zero 3 --recompute full: under SP norms are units: say --no-sp")
     if args.zero == 3 and "W" in kinds:
@@ -902,6 +938,17 @@ def validate(args, ranks):
         raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
     if args.save and args.save != args.resume and (kept := checkpoints(args.save)):
         raise ValueError(f"--save {args.save}: {kept[-1].name} is there; --resume it, or move it")
+    try:
+        if args.save:
+            Path(args.save).mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise ValueError(f"--save {args.save}: {refused.strerror}") from None
+
+
+NUMBERS = {
+    "layers": 4, "width": 64, "heads": 8, "kv-heads": 4, "hidden": 128, "experts": 4, "top-k": 2,
+    "every": 2, "length": 64, "batch": 16, "micro-batches": 2, "save-every": 10, "print-every": 5,
+}  # fmt: skip
 
 
 def options(argv=None):
@@ -920,16 +967,13 @@ def options(argv=None):
     parser.add_argument("--decay", choices=("cosine", "wsd"), default="cosine")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True)
-    for name, default in (
-        ("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 4), ("hidden", 128),
-        ("experts", 4), ("top-k", 2), ("every", 2), ("length", 64), ("batch", 16),
-        ("micro-batches", 2), ("save-every", 10), ("print-every", 5),
-    ):  # fmt: skip
+    for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--save", metavar="DIR", help="write checkpoints there")
     parser.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint there")
     args = parser.parse_args(argv)
-    args.ranks = args.ranks or args.pp * args.dp * args.cp * args.tp
+    if args.ranks is None:
+        args.ranks = args.pp * args.dp * args.cp * args.tp
     return args
 
 

@@ -1,7 +1,6 @@
 """07_5d: every gradient of every grid equal to one process, bytes by axis, checkpoints that any
 grid can read, and runs that lose a rank."""
 
-import json
 import os
 import random
 import re
@@ -21,6 +20,7 @@ CPU = torch.device("cpu")
 question = pytest.mark.question
 SCRIPT = ROOT / "07_5d.py"
 AXES = ("pp", "dp", "cp", "tp", "ep")
+TINY = "--width 32 --hidden 32 --length 16"
 
 
 def options(*sizes, flags=""):
@@ -207,7 +207,12 @@ INVALID = [
     ("--zero 3 --experts 0 --no-tied --schedule zb-h1", "zb-h1 splits"),
     ("--zero 3", "--experts 0"), ("--zero 3 --experts 0", "--no-tied"),
     ("--resume nowhere", "nowhere"), ("--text nowhere", "nowhere"),
-    ("--schedule dualpipe --pp 3 --layers 6", "dualpipe"), ("--hidden 33", "33"),
+    ("--schedule dualpipe --pp 3 --layers 6", "--pp 3 is odd"), ("--hidden 33", "33"),
+    ("--schedule dualpipe --micro-batches 4 --balance bias", "say --balance aux"),
+    ("--micro-batches 0", "--micro-batches 0: at least 1"), ("--heads 0", "--heads 0"),
+    ("--save-every 0", "--save-every 0"), ("--every -1", "--every -1"), ("--width 0", "--width 0"),
+    ("--steps -1", "--steps -1"), ("--experts -2", "--experts -2"), ("--rate 0", "--rate 0"),
+    (f"--save {SCRIPT}", "exists"), ("--ranks 0", "there are 0 ranks"),
 ]  # fmt: skip
 
 
@@ -216,7 +221,7 @@ def test_co_09_what_does_not_multiply_out_is_refused_with_its_numbers(flags, say
     import shlex
 
     args = five.options(shlex.split(flags))
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(ValueError, match=f"(?i){re.escape(says)}"):
         five.validate(args, args.ranks)
 
 
@@ -296,9 +301,39 @@ def test_validation_changes_nothing_and_equals_one_process():
         assert loss == pytest.approx(one[0], rel=1e-6) and loads == 0 and untouched
 
 
+@pytest.mark.parametrize("schedule", five.pp.SCHEDULES)
+def test_every_schedule_validates(schedule):
+    def evaluate(pp, schedule):
+        flags = f"{TINY} --micro-batches 4 --schedule {schedule}"
+        args = options(pp, 1, 1, 1, 1, flags=flags)
+        model = five.Model(args, grid_of(args), CPU)
+        x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
+        return model.evaluate(x_BS, y_BS), all(p.grad is None for p in model.named.values())
+
+    ((wanted, _),) = on_ranks(1, evaluate, 1, "gpipe")
+    found = on_ranks(2, evaluate, 2, schedule)
+    assert found == [(pytest.approx(wanted, rel=1e-6), True)] * 2
+
+
+def test_the_bias_of_a_router_keeps_fp32_and_forgets_a_skipped_step():
+    def biased():
+        args = options(1, 1, 1, 1, 1, flags=f"{TINY} --precision bf16 --balance bias")
+        model = five.Model(args, grid_of(args), CPU)
+        x_BS, y_BS = torch.randint(256, (2, 16, args.length), generator=torch.manual_seed(0))
+        (bias_E, *_), (load_2E, *_) = zip(*((r.bias_E, r.load_2E) for r in model.routers))
+        bias_E += 1.0
+        model.step(x_BS, y_BS, rate=1e-3)
+        moved = (bias_E - 1).abs().max().item()
+        next(iter(model.named.values())).data[:] = float("nan")
+        model.step(x_BS, y_BS, rate=1e-3)
+        return moved, (bias_E - 1).abs().max().item() == moved, load_2E.sum().item()
+
+    assert on_ranks(1, biased) == [(pytest.approx(1e-3, rel=0.9), True, 0)]
+
+
 # ── checkpoints (ck-01, ck-02, ck-05, ck-08, ck-10, ft-08) ───────────────────────────────────
 
-SHORT = "--steps 8 --batch 8 --layers 4 --micro-batches 2 --balance bias"
+SHORT = "--steps 8 --batch 8 --width 32 --hidden 64 --length 32 --micro-batches 2 --balance bias"
 HERE = (2, 1, 1, 2, 1)
 
 
@@ -318,10 +353,16 @@ def steps(sizes, flags, stop, folder=None, resume=False):
     return found, state
 
 
-def test_resuming_on_the_same_grid_goes_on_bit_for_bit(tmp_path):
-    whole = on_ranks(4, steps, HERE, "", 6)
-    half = on_ranks(4, steps, HERE, "", 3, tmp_path)
-    rest = on_ranks(4, steps, HERE, "", 6, tmp_path, True)
+@pytest.mark.parametrize("sizes, flags", [
+    (HERE, ""),
+    ((1, 2, 1, 1, 1), "--zero 3 --experts 0 --precision bf16"),
+    ((2, 1, 1, 1, 1), "--schedule dualpipe --micro-batches 4 --balance aux"),
+])  # fmt: skip
+def test_resuming_on_the_same_grid_goes_on_bit_for_bit(sizes, flags, tmp_path):
+    n = int(np.prod(sizes[:4]))
+    whole = on_ranks(n, steps, sizes, flags, 6)
+    half = on_ranks(n, steps, sizes, flags, 3, tmp_path)
+    rest = on_ranks(n, steps, sizes, flags, 6, tmp_path, True)
     for (all_found, all_state), (found, _), (more, state) in zip(whole, half, rest):
         assert found + more == all_found
         for (name, span, tensors), (other_name, other_span, others) in zip(all_state, state):
@@ -330,25 +371,43 @@ def test_resuming_on_the_same_grid_goes_on_bit_for_bit(tmp_path):
             assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-@pytest.mark.parametrize("sizes, flags", [
-    ((1, 1, 1, 1, 1), "--zero 0"),
-    ((1, 2, 2, 1, 4), ""),
-    pytest.param((2, 2, 1, 1, 2), "--schedule interleaved", marks=pytest.mark.slow),
-    pytest.param((4, 1, 1, 1, 1), "", marks=pytest.mark.slow),
-    pytest.param((1, 1, 1, 4, 1), "--no-sp", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_resuming_on_another_grid_goes_on_within_rounding(sizes, flags, tmp_path):
-    expected = on_ranks(4, steps, HERE, "", 6)[0][0][3:]
-    on_ranks(4, steps, HERE, "", 3, tmp_path)
-    ranks = int(np.prod(sizes[:4]))
-    found = on_ranks(ranks, steps, sizes, flags, 6, tmp_path, True)[0][0]
+DENSE, TWO_WAYS = "--experts 0", "--balance aux --schedule dualpipe --micro-batches 4"
+OTHER = [
+    (HERE, "", (1, 1, 1, 1, 1), "--zero 0"),
+    (HERE, "", (1, 2, 2, 1, 4), ""),
+    ((1, 2, 1, 2, 1), f"{DENSE} --zero 3", (2, 1, 1, 1, 1), DENSE),
+    ((2, 1, 1, 1, 1), DENSE, (1, 2, 1, 1, 1), f"{DENSE} --zero 3"),
+    ((2, 1, 1, 1, 1), TWO_WAYS, (1, 1, 1, 1, 1), "--balance aux --micro-batches 4"),
+]
+SLOW_OTHER = [
+    (HERE, "", (2, 2, 1, 1, 2), "--schedule interleaved"),
+    (HERE, "", (4, 1, 1, 1, 1), ""),
+    (HERE, "", (1, 1, 1, 4, 1), "--no-sp"),
+    ((1, 1, 1, 2, 1), "--balance aux --micro-batches 4", (2, 2, 1, 1, 2), TWO_WAYS),
+]
+OTHER += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_OTHER]
+
+
+@pytest.mark.parametrize("sizes, flags, others, other_flags", OTHER)
+def test_resuming_on_another_grid_goes_on_within_rounding(
+    sizes, flags, others, other_flags, tmp_path
+):
+    n, m = (int(np.prod(each[:4])) for each in (sizes, others))
+    expected = on_ranks(n, steps, sizes, flags, 6)[0][0][3:]
+    on_ranks(n, steps, sizes, flags, 3, tmp_path)
+    found = on_ranks(m, steps, others, other_flags, 6, tmp_path, True)[0][0]
     assert np.array(found) == pytest.approx(np.array(expected), rel=2e-4)
 
 
-def test_every_element_is_in_a_checkpoint_exactly_once(tmp_path):
-    on_ranks(4, steps, (1, 2, 1, 2, 2), "", 1, tmp_path)
+@pytest.mark.parametrize("sizes, flags", [((1, 2, 1, 2, 2), ""), ((2, 1, 1, 1, 1), TWO_WAYS)])
+def test_every_element_is_in_a_checkpoint_exactly_once(sizes, flags, tmp_path):
+    def count():
+        args = options(*sizes, flags=f"{SHORT} {flags}")
+        return five.Model(args, grid_of(args), CPU).parameters()
+
+    n, covered = int(np.prod(sizes[:4])), {}
+    on_ranks(n, steps, sizes, flags, 1, tmp_path)
     path, manifest = five.newest(tmp_path)
-    covered = {}
     for file in manifest["files"]:
         for name, cut, (start, stop), tensors in torch.load(path / file)["pieces"]:
             assert tensors["param"].numel() == stop - start
@@ -356,6 +415,9 @@ def test_every_element_is_in_a_checkpoint_exactly_once(tmp_path):
     for name, spans in covered.items():
         spans.sort()
         assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:])), name
+    parameters = sum(b - a for (name, _), spans in covered.items()
+                     for a, b in spans if not name.endswith("bias_E"))  # fmt: skip
+    assert on_ranks(n, count) == [parameters] * n
 
 
 def test_ck_01_a_file_that_is_not_what_was_written_is_refused_by_name(tmp_path):
@@ -370,6 +432,16 @@ def test_ck_01_a_file_that_is_not_what_was_written_is_refused_by_name(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match="rank_00002.pt is missing"):
         five.newest(tmp_path)
+    file.write_bytes(content)
+    manifest = path / "manifest"
+    said = manifest.read_bytes()
+    for damaged in (said[:-9], b"", said.replace(b'"step": 1', b'"step": 7')):
+        manifest.write_bytes(damaged)
+        with pytest.raises(ValueError, match="manifest is not what was written"):
+            five.newest(tmp_path)
+    manifest.unlink()
+    with pytest.raises(ValueError, match="manifest is missing"):
+        five.newest(tmp_path)
 
 
 def test_ck_01_an_unfinished_checkpoint_does_not_exist(tmp_path):
@@ -382,7 +454,7 @@ def test_ck_01_an_unfinished_checkpoint_does_not_exist(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     on_ranks(4, steps, HERE, "", 1, tmp_path)
     args = five.options([*SHORT.split(), "--width", "128", "--resume", str(tmp_path)])
-    with pytest.raises(ValueError, match="has width 64, not 128"):
+    with pytest.raises(ValueError, match="has width 32, not 128"):
         five.validate(args, 16)
     args = five.options([*SHORT.split(), "--save", str(tmp_path)])
     with pytest.raises(ValueError, match="step_00000001 is there"):
@@ -428,8 +500,8 @@ def test_any_rank_killed_at_any_moment_ten_times_and_the_run_ends_as_if_undistur
             assert time.monotonic() - killed < 30
             assert process.returncode == 1 and "SIGKILL" in err, err
         if found := five.checkpoints(folder):
-            manifest = json.loads((found[-1] / "manifest.json").read_text())
-            assert five.newest(folder)[0] == found[-1] and manifest["step"] > 0
+            path, manifest = five.newest(folder)
+            assert path == found[-1] and manifest["step"] > 0
     done = run_script(SCRIPT, *flags)
     assert done.returncode == 0, done.stderr
     assert final_line(done.stdout) == final_line(undisturbed.stdout) != []
