@@ -236,12 +236,10 @@ def test_ft_02_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all():
         model = five.Model(args, grid_of(args), CPU)
         x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
         before = [p.clone() for p in model.named.values()]
-        if model.grid.me == 3:  # a last-stage rank: its norm's weight turns everything into NaN
-            next(iter(model.stages.values())).norm.weight.data[0] = float("nan")
-            before = [p.clone() for p in model.named.values()]
+        if model.grid.me == 3:  # of one weight of the last stage: no other stage's are touched
+            model.stages[1].norm.weight.register_hook(lambda grad: grad * float("nan"))
         _, norm = model.step(x_BS, y_BS, rate=0.1)
-        same = all(torch.equal(a, b) for a, b in zip(before, model.named.values())
-                   if not a.isnan().any())  # fmt: skip
+        same = all(torch.equal(a, b) for a, b in zip(before, model.named.values()))
         return np.isfinite(norm), same, model.optimizer.has_state
 
     assert on_ranks(4, poisoned) == [(False, True, False)] * 4
@@ -399,7 +397,9 @@ def test_resuming_on_another_grid_goes_on_within_rounding(
     assert np.array(found) == pytest.approx(np.array(expected), rel=2e-4)
 
 
-@pytest.mark.parametrize("sizes, flags", [((1, 2, 1, 2, 2), ""), ((2, 1, 1, 1, 1), TWO_WAYS)])
+@pytest.mark.parametrize("sizes, flags", [
+    ((1, 2, 1, 2, 2), "--zero 0 --no-sp"), ((2, 1, 1, 1, 1), TWO_WAYS),
+])  # fmt: skip
 def test_every_element_is_in_a_checkpoint_exactly_once(sizes, flags, tmp_path):
     def count():
         args = options(*sizes, flags=f"{SHORT} {flags}")
