@@ -1002,33 +1002,43 @@ def grouped(stage, moment=None):
     return sums
 
 
+def as_flags(layout, base=Layout()):
+    """The flags by which a layout differs from another: a list."""
+    pairs = [(f.name, getattr(layout, f.name)) for f in fields(layout)]
+    pairs = [(name, x) for name, x in pairs if x != getattr(base, name)]
+    say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
+    texts = [f"--{name.replace('_', '-')} {say(x)}" for name, x in pairs]
+    return [text.removesuffix(" True") for text in texts]
+
+
 def remedies(model, layout, hbm):
-    """Single changes that lower the peak, the best first: (flag, peak bytes, verdict, layout)."""
-    changes = [("zero", z) for z in range(layout.zero + 1, 4)]
-    changes += [(axis, 2 * getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp", "ep")]
-    changes += [("recompute", "selective"), ("recompute", "full"), ("sp", True), ("loss", "fused")]
-    changes += [("attention", "flash"), ("mlp", "recompute"), ("batch", 1)]
-    now, found = heaviest(estimate(model, layout)).peak, []
-    for flag, value in changes:
-        changed = replace(layout, **{flag: value})
+    """Single changes that lower the peak, the best first: (flags, peak bytes, verdict, layout).
+    Another axis takes its ranks from dp; where dp is odd, and for dp itself, it takes new GPUs."""
+    lo, keeps = layout, {} if layout.dp % 2 else {"dp": layout.dp // 2}
+    changes = [{"zero": z} for z in range(lo.zero + 1, 4)] + [{"dp": 2 * lo.dp}, {"ep": 2 * lo.ep}]
+    changes += [{axis: 2 * getattr(lo, axis)} | keeps for axis in ("tp", "pp", "cp")]
+    changes += [{"recompute": "selective"}, {"recompute": "full"}, {"sp": True}, {"batch": 1}]
+    changes += [{"loss": "fused"}, {"attention": "flash"}, {"mlp": "recompute"}]
+    now, found = heaviest(estimate(model, lo)).peak, []
+    for change in changes:
+        changed = replace(lo, **change)
         try:
             top = heaviest(estimate(model, changed))
         except ValueError:
             continue
         if top.peak < 0.97 * now:
-            flag = f"--{flag} {value}".replace(" True", "")
-            found.append((flag, top.peak, top.verdict(hbm), changed))
+            flags = " ".join(as_flags(changed, lo))
+            found.append((flags, top.peak, top.verdict(hbm), changed))
     return sorted(found, key=lambda row: row[1])
 
 
 def way_out(model, layout, hbm, most=9):
     """Up to `most` changes, each the one that then helps most, until the layout fits: (flags, peak
-    bytes, verdict)."""
-    flags, peak, says = {}, None, ""
-    while says != "fits" and most and (found := remedies(model, layout, hbm)):
-        flag, peak, says, layout = found[0]
-        flags[flag.split()[0]], most = flag, most - 1
-    return [*flags.values()], peak, says
+    bytes, verdict, layout)."""
+    changed, peak, says = layout, None, ""
+    while says != "fits" and most and (found := remedies(model, changed, hbm)):
+        (_, peak, says, changed), most = found[0], most - 1
+    return " ".join(as_flags(changed, layout)), peak, says, changed
 
 
 # ── traffic: bytes that leave a rank, as a ring sends them ───────────────────────────────────
@@ -1690,13 +1700,8 @@ def table(rows):
 
 def described(model, layout):
     """The model, GPUs, tokens, and what differs from the default layout, as flags."""
-    changed = {f.name: getattr(layout, f.name) for f in fields(layout)}
-    changed = {name: x for name, x in changed.items() if x != getattr(Layout(), name)}
-    say = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
-    flags = "".join(f" --{name.replace('_', '-')} {say(x)}" for name, x in changed.items())
-    flags = flags.replace(" True", "") or " one rank"
     size = f"world of {layout.world}, {effective_batch(layout):,} tokens a step"
-    return f"{model.name}, {size}:{flags}"
+    return f"{model.name}, {size}: {' '.join(as_flags(layout)) or 'one rank'}"
 
 
 def run_params(model, explain: Annotated[bool, "list every tensor"] = False):
@@ -1739,10 +1744,13 @@ def run_estimate(
         notes += explained(model, lo, top) if explain else []
         if top.verdict(hbm * GiB) != "fits":
             notes.append("what one change does, the strongest first:")
-            line = lambda flags, peak, says, *_: f"  {flags:36}{peak / GiB:9,.2f} GiB  {says}"
-            notes += [line(*row) for row in remedies(model, lo, hbm * GiB)[:6]]
-            flags, peak, says = way_out(model, lo, hbm * GiB)
-            notes += ["and together:", line(" ".join(flags), peak, says)] if len(flags) > 1 else []
+            says = lambda verdict, to: f"{verdict} on {to.world} GPUs"
+            line = lambda flags, peak, *end: f"  {flags:40}{peak / GiB:9,.2f} GiB  {says(*end)}"
+            single = remedies(model, lo, hbm * GiB)[:6]
+            notes += [line(*row) for row in single]
+            together = way_out(model, lo, hbm * GiB)
+            if single and together[0] != single[0][0]:
+                notes += ["and together:", line(*together)]
     return rows, notes
 
 

@@ -706,14 +706,14 @@ def test_remedies_are_estimates_of_their_own():
 
 def test_a_way_out_ends_in_a_layout_that_fits():
     model, layout = preset("llama-3-70b"), Layout(tp=8, dp=4, seq=8192)
-    flags, peak, says = mm.way_out(model, layout, 80 * GiB)
-    assert says == "fits" and flags == ["--zero 3", "--recompute full"]  # and no change more
-    for flag in flags:
-        name, value = flag.removeprefix("--").split()
-        value = int(value) if value.isdigit() else value
-        layout = replace(layout, **{name: value})
-    top = mm.heaviest(mm.estimate(model, layout))
+    flags, peak, says, changed = mm.way_out(model, layout, 80 * GiB)
+    assert says == "fits" and flags == "--zero 3 --recompute full"  # and no change more
+    assert changed == mm.parsed_layout(flags, layout)
+    top = mm.heaviest(mm.estimate(model, changed))
     assert top.peak == peak and top.verdict(80 * GiB) == "fits"
+    cut = replace(layout, zero=1)
+    kept = {f: to.world for f, *_, to in mm.remedies(model, cut, 80 * GiB)}
+    assert kept["--pp 2 --dp 2"] == 32 and kept["--dp 8"] == 64  # an axis takes its ranks from dp
     assert mm.way_out(model, layout, 1, most=1)[2] == "does not fit"
 
 
