@@ -51,10 +51,11 @@ def table(rows):
             yield f"{row['row']:52}{row['ranks']:6}  {row['note']}"
             continue
         low, high = row["spread"]
+        sent = [f"{x:,.0f}" if x is not None else "-" for x in (row["ours_sent"], row["theirs_sent"])]
         yield (
             f"{row['row']:52}{row['ranks']:6}{row['ours_ms']:8.1f}ms{row['theirs_ms']:8.1f}ms"
             f"{row['time_ratio']:7.2f}{low:8.2f}-{high:.2f}"
-            f"  {row['ours_sent'] or 0:,.0f} / {row['theirs_sent'] or 0:,.0f} bytes"
+            f"  {' / '.join(sent)} bytes"
         )
         difference = row["max_gradient_difference"]
         alike = "" if difference is None else f"; gradients differ by {difference:.0e}"

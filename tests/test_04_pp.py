@@ -166,10 +166,10 @@ def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
     exact = 0
-    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0)]:
+    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0), (1, 2, 1.5, 0)]:
         for kept in (1, 0.5):
             for p in (2, 4, 8):
-                for m in {1, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p}:
+                for m in {1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p, 8 * p}:
                     bubble, peaks, messages = pp.closed_form(name, p, m, costs=costs, kept=kept)
                     t = simulate(SCHEDULES[name](p, m), costs, kept)
                     assert t.messages == messages
@@ -178,7 +178,7 @@ def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
                         whole = getattr(t, pp.FORMULAS[name][1])
                         assert whole - t.ideal == pytest.approx(bubble), (costs, p, m)
                         assert t.peak == pytest.approx(peaks), (costs, kept, p, m)
-    assert exact >= (7 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 50)
+    assert exact >= (12 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 80)
 
 
 def test_latency_costs_what_it_must():
