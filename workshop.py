@@ -14,7 +14,7 @@ anything: the answer is the chapter's, and what grades yours are the tests that 
 
     start 03 --again        start over; the file as it was is kept beside it, with the date
     check --trace           with tracebacks           check --json    for an instructor
-    check --timeout 30      seconds that ranks may wait for each other, 10 by default
+    check --timeout 30      seconds that ranks may wait for each other, 15 by default
 
 A question is graded alone: it is the chapter, with only that question's lines replaced by yours.
 So an open or a wrong answer hides no other. What is written outside the marks takes no part; put
@@ -211,8 +211,13 @@ def set_aside(path):
 # ── progress: what was found of which lines, kept from one run to the next ───────────────────
 
 
-def digest(lines):
-    return hashlib.sha256("\n".join(map(str.strip, lines)).encode()).hexdigest()[:16]
+def digest(question, lines):
+    """What a verdict on lines hangs on: they, the chapter around them, and its tests."""
+    found = hashlib.sha256("\n".join(map(str.strip, lines)).encode())
+    tests = sorted((ROOT / "tests").glob(f"test_{question.chapter.name[:2]}_*.py"))
+    for path in (question.chapter, *tests, ROOT / "tests/accounts.toml"):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def progress():
@@ -223,8 +228,8 @@ def progress():
 
 
 def record(state, answers):
-    """Keep a state of answers, {id: lines}, beside what is known of others."""
-    known = progress() | {id: [state, digest(lines)] for id, lines in answers.items()}
+    """Keep a state of answers, (question, lines), beside what is known of others."""
+    known = progress() | {q.id: [state, digest(q, lines)] for q, lines in answers}
     write(PROGRESS, json.dumps(known, indent=1) + "\n")
 
 
@@ -240,7 +245,7 @@ def states(asked):
         elif lines is None:
             now[q.id] = "mark lost"
         else:
-            now[q.id] = state if of == digest(lines) else "not checked"
+            now[q.id] = state if of == digest(q, lines) else "not checked"
     return now
 
 
@@ -363,7 +368,7 @@ def keep(verdict):
     """Note what was found of the lines in a learner's file, and pass it on."""
     lines = answers_in(verdict.question.exercise).get(verdict.question.id)
     if lines is not None:
-        record(verdict.state, {verdict.question.id: lines})
+        record(verdict.state, [(verdict.question, lines)])
     return verdict
 
 
@@ -477,10 +482,10 @@ def start(asked, only, again):
         )
     if path.exists():
         set_aside(path)
-    given = {question.id: question.answer for question in asked if only and question.id != only}
-    write(path, exercise(asked[0].chapter, given))
-    record("given", given)
-    minutes = sum(question.minutes for question in asked if question.id not in given)
+    given = [question for question in asked if only and question.id != only]
+    write(path, exercise(asked[0].chapter, {question.id: question.answer for question in given}))
+    record("given", [(question, question.answer) for question in given])
+    minutes = sum(question.minutes for question in asked if question not in given)
     print(f"wrote {asked[0].shown}: {len(asked) - len(given)} to answer, some {minutes} minutes")
     print(f"next: python workshop.py watch {number}")
     return 0
@@ -500,10 +505,10 @@ def reset(question):
 
 
 def check(asked, patience, trace=False, as_json=False):
-    """Grade questions; 0 if all are solved."""
+    """Grade questions, but not again what is as it was when it was solved; 0 if all are solved."""
     now, verdicts, path = states(asked), [], None
-    given = lambda question: now[question.id] == "given"
-    attempts = [Verdict(q, "given") if given(q) else attempt(q) for q in asked]
+    done = lambda question: now[question.id] in DONE
+    attempts = [Verdict(q, now[q.id]) if done(q) else attempt(q) for q in asked]
     for verdict in map(keep, grade(attempts, patience)):
         verdicts.append(verdict)
         now[verdict.question.id] = verdict.state
@@ -666,7 +671,7 @@ def build_parser():
     checked.add_argument("--trace", action="store_true", help="with tracebacks")
     checked.add_argument("--json", action="store_true", help="for an instructor's program")
     for graded in watched, checked:
-        graded.add_argument("--timeout", type=float, default=10, help="seconds that ranks may wait")
+        graded.add_argument("--timeout", type=float, default=15, help="seconds that ranks may wait")
     add("hint", "a nudge").add_argument("what", metavar="QUESTION")
     add("show", "the chapter's lines beside yours").add_argument("what", metavar="QUESTION")
     add("reset", "empty a question again").add_argument("what", metavar="QUESTION")

@@ -26,7 +26,7 @@ import pytest
 
 import memory_math
 
-CASES = 2  # of a test with more, the first: a learner waits, and they go from small to large
+CASES = 3  # of a test with more, the first: a learner waits, and they go from small to large
 
 NEEDED = {  # of a comparison: what it asked for, and whether it got it
     "==": ("", operator.eq), "!=": ("anything but ", operator.ne), "is": ("", operator.is_),
@@ -113,8 +113,9 @@ def run(question, chapter, folder, patience, stack):
     for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
     on_ranks = harness.on_ranks
-    harness.on_ranks = lambda *given, timeout=patience: on_ranks(
-        *given, timeout=min(timeout, patience)
+    usual = on_ranks.__kwdefaults__["timeout"]  # a test that asks for twice that gets twice ours
+    harness.on_ranks = lambda *given, timeout=usual: on_ranks(
+        *given, timeout=max(min(timeout, patience), timeout * patience / usual)
     )
     os.environ["CHAPTERS"] = folder
     sys.path.insert(0, folder)
@@ -136,6 +137,7 @@ class Examiner:
     def pytest_collection_modifyitems(self, items):
         asked = lambda item: [id for mark in item.iter_markers("question") for id in mark.args]
         items[:] = [item for item in items if self.question in asked(item)]
+        items.sort(key=lambda item: len(asked(item)))  # what is about this question alone first
         of_test = lambda item: item.nodeid.partition("[")[0]
         cases = [list(group) for _, group in itertools.groupby(items, of_test)]
         items[:] = [item for group in cases for item in group[:CASES]]
