@@ -336,14 +336,15 @@ HERE = (2, 1, 1, 2, 1)
 
 
 def steps(sizes, flags, stop, folder=None, resume=False):
-    """(losses and norms, a digest of state) of steps up to `stop`, from the newest checkpoint."""
+    """(loss, norm and a random number of each step up to `stop`, the state then), from the newest
+    checkpoint if it is to resume."""
     args = options(*sizes, flags=f"{SHORT} {flags}")
     model = five.Model(args, grid_of(args), CPU, weight_decay=0.1)
     text, found = five.dp.read_text(None, 0), []
     first = five.load(model, folder) if resume else 0
     for step in range(first, stop):
         batch = five.dp.sample(text, step, args.batch, args.length)
-        found.append(model.step(*batch, five.rate_at(step, args)))
+        found.append((*model.step(*batch, five.rate_at(step, args)), torch.rand(()).item()))
     if folder and not resume:
         five.save(model, stop, folder)
     state = [(name, span, {k: t.clone() for k, t in tensors.items()})
@@ -369,19 +370,19 @@ def test_resuming_on_the_same_grid_goes_on_bit_for_bit(sizes, flags, tmp_path):
             assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-DENSE, TWO_WAYS = "--experts 0", "--balance aux --schedule dualpipe --micro-batches 4"
+DENSE, TWO_WAYS = "--experts 0", "--no-tied --balance aux --schedule dualpipe --micro-batches 4"
 OTHER = [
     (HERE, "", (1, 1, 1, 1, 1), "--zero 0"),
     (HERE, "", (1, 2, 2, 1, 4), ""),
     ((1, 2, 1, 2, 1), f"{DENSE} --zero 3", (2, 1, 1, 1, 1), DENSE),
     ((2, 1, 1, 1, 1), DENSE, (1, 2, 1, 1, 1), f"{DENSE} --zero 3"),
-    ((2, 1, 1, 1, 1), TWO_WAYS, (1, 1, 1, 1, 1), "--balance aux --micro-batches 4"),
+    ((2, 1, 1, 1, 1), TWO_WAYS, (1, 1, 1, 1, 1), "--no-tied --balance aux --micro-batches 4"),
 ]
 SLOW_OTHER = [
     (HERE, "", (2, 2, 1, 1, 2), "--schedule interleaved"),
     (HERE, "", (4, 1, 1, 1, 1), ""),
     (HERE, "", (1, 1, 1, 4, 1), "--no-sp"),
-    ((1, 1, 1, 2, 1), "--balance aux --micro-batches 4", (2, 2, 1, 1, 2), TWO_WAYS),
+    ((1, 1, 1, 2, 1), "--no-tied --balance aux --micro-batches 4", (2, 2, 1, 1, 2), TWO_WAYS),
 ]
 OTHER += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_OTHER]
 
@@ -394,7 +395,8 @@ def test_resuming_on_another_grid_goes_on_within_rounding(
     expected = on_ranks(n, steps, sizes, flags, 6)[0][0][3:]
     on_ranks(n, steps, sizes, flags, 3, tmp_path)
     found = on_ranks(m, steps, others, other_flags, 6, tmp_path, True)[0][0]
-    assert np.array(found) == pytest.approx(np.array(expected), rel=2e-4)
+    losses_and_norms = np.array(found)[:, :2], np.array(expected)[:, :2]
+    np.testing.assert_allclose(*losses_and_norms, rtol=2e-4)
 
 
 @pytest.mark.parametrize("sizes, flags", [
