@@ -1018,8 +1018,8 @@ def validate(args, ranks):
             raise ValueError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
     check_heads(Config.D, args.heads, args.kv_heads, ranks)
     divides(ranks, hidden=args.hidden, sequence=args.sequence)
-    if args.plot and not Path(args.plot).parent.is_dir():
-        raise ValueError(f"--plot {args.plot}: there is no folder {Path(args.plot).parent}")
+    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
     read_text(args.text, at_least=args.sequence + 1)
 
 
