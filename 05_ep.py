@@ -58,17 +58,9 @@ import torch.nn.functional as nnf
 from torch import nn
 
 __all__ = [
-    "MoE",
-    "Router",
-    "attach_loss",
-    "combine",
-    "dispatch",
-    "every_expert",
-    "make_plan",
-    "one_hop",
-    "shard_specs",
-    "two_hops",
-]
+    "MoE", "Router", "attach_loss", "combine", "dispatch", "every_expert", "make_plan", "one_hop",
+    "shard_specs", "two_hops",
+]  # fmt: skip
 
 
 # ── experts ──────────────────────────────────────────────────────────────────────────────────
@@ -626,8 +618,9 @@ def bytes_sent(path, expert_PNk, e, D, groups):
 
 
 # What `check` saw on this rank: relative errors by name; (measured, formula) in bytes, and what of
-# them has to cross between nodes; calls; whom each rank's tokens chose; the layer and its twin.
-Found = namedtuple("Found", "errors sent held across events expert_PNk moe twin")
+# them has to cross between nodes; calls; whom each rank's tokens chose; the layer, its twin; and by
+# name, (what was found, the twin's part of it).
+Found = namedtuple("Found", "errors sent held across events expert_PNk moe twin pairs")
 
 
 def twins(path, groups, device, bias=(), E=8, k=2, D=16, F=12, slots=None, parts=None, **routing):
@@ -651,12 +644,8 @@ def batch(n, device, B=2, S=6, D=16):
     return x + 0.5, weight / (n * B * S)
 
 
-def check(groups, path, device, averaged=False, S=6, slots=None, **layer):
-    """One step of a layer beside its twin, which has the tokens of all ranks. Returns Found.
-
-    averaged: as where each rank's loss is a mean over its own tokens, and gradients are averaged
-    over the ranks that hold the parameter.
-    """
+def check(groups, path, device, S=6, slots=None, **layer):
+    """One step of a layer beside its twin, which has the tokens of all ranks. Returns Found."""
     n, r, ep = dist.get_world_size(), dist.get_rank(), dist.get_world_size(groups.ep)
     x_BSD, weight_BSD = batch(n, device, S=S)
     N = len(x_BSD) // n * S
@@ -675,11 +664,9 @@ def check(groups, path, device, averaged=False, S=6, slots=None, **layer):
     mine = (slots or list(range(E)))[dist.get_rank(groups.ep) * e :][:e]
     pairs = {"output": (y_bSD, y_BSD.chunk(n)[r]), "input": (x_bSD.grad, x_BSD.grad.chunk(n)[r])}
     for (name, param), whole in zip(moe.named_parameters(), twin.parameters()):
-        if averaged:
-            holders = groups.replicas if name in split else groups.world
-            param.grad *= n / dist.get_world_size(holders)
         pairs[name] = param.grad, whole.grad[mine] if name in split else whole.grad
-    errors = {name: relative_error(f.detach(), w.detach()) for name, (f, w) in pairs.items()}
+    pairs = {name: (found.detach(), part.detach()) for name, (found, part) in pairs.items()}
+    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
 
     with torch.no_grad():
         expert_PNk = twin.router(x_BSD).expert.view(n // ep, ep, N, -1)[r // ep]
@@ -691,7 +678,7 @@ def check(groups, path, device, averaged=False, S=6, slots=None, **layer):
     counts = 2 * (n - 1) / n * E * 8 if balanced else 0
     sent = sum(ledger.sent.values()), inside + across + counts
     held = held_by(moe.experts), 4 * 8 * e * 3 * D * F
-    return Found(errors, sent, held, across, ledger.events, expert_PNk, moe, twin)
+    return Found(errors, sent, held, across, ledger.events, expert_PNk, moe, twin, pairs)
 
 
 def held_by(experts):
@@ -706,12 +693,9 @@ def held_by(experts):
 def skipped(found, groups):
     """Wrong on purpose: the largest error of an expert's gradient, where a rank on which nobody
     chose it leaves it None, and so is passed over by the sum over replicas and by the optimizer."""
-    e, me = len(found.moe.experts.down), dist.get_rank(groups.ep)
-    mine = range(me * e, (me + 1) * e)
-    chosen = set(found.expert_PNk.flatten().tolist())
-    gradient, whole = found.moe.experts.down.grad, found.twin.experts.down.grad
-    seen = [gradient[i - me * e] * (i in chosen) for i in mine]
-    return max(relative_error(s, w) for s, w in zip(seen, whole[mine.start : mine.stop]))
+    each = list(zip(*found.pairs["experts.down"]))
+    first, chosen = dist.get_rank(groups.ep) * len(each), set(found.expert_PNk.flatten().tolist())
+    return max(relative_error(g * (i in chosen), w) for i, (g, w) in enumerate(each, first))
 
 
 def averaged_aux(groups, device):
@@ -757,9 +741,10 @@ def proof(groups, part, device):
         return
     error, predicted = averaged_aux(groups, device)
     yield Row("balance loss averaged over ranks", error, wrong=predicted)
-    found = check(groups, one_hop, device, averaged=True)
-    error = max(found.errors[name] for name in shard_specs(found.moe))
-    yield Row("expert gradients averaged", error, wrong=n - 1)
+    # as where a loss is a mean over its rank's tokens, n times as large, and an expert's gradient
+    # the mean over its replicas: here it has none
+    gradient, whole = check(groups, one_hop, device).pairs["experts.down"]
+    yield Row("expert gradients averaged", relative_error(n * gradient, whole), wrong=n - 1)
     found = check(part, one_hop, device, S=1, **k1)
     yield Row("expert without a token skipped", skipped(found, part), wrong=1)
 
@@ -847,12 +832,10 @@ def plot(args, groups, device):
     runs = {how: list(fit(args, groups, device, how)) for how in BALANCE}
     if dist.get_rank():
         return
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     styles = zip(("-", "--", "-", ":"), ("0.55", "#b5541c", "#0b3c5d", "k"), (1.4, 1.8, 2.2, 2.2))
     smooth = lambda series: torch.tensor(series).unfold(0, 10, 1).mean(1)
     losses = {how: smooth([loss for loss, _ in run]) for how, run in runs.items()}
@@ -902,6 +885,8 @@ def validate(args, ranks):
         raise ValueError(f"--batch {args.batch}: each of {ranks} ranks needs at least 1")
     if args.plot and args.steps < 10:
         raise ValueError(f"--steps {args.steps}: a picture needs at least 10")
+    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
     read_text(args.text, at_least=65)
 
 
@@ -1103,5 +1088,5 @@ if __name__ == "__main__":
     parser = arguments(__doc__, ranks=4, steps=80)
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--balance", choices=BALANCE, default="bias", help="what evens the load")
-    parser.add_argument("--plot", metavar="FILE", help="draw each way to balance; try --steps 300")
+    parser.add_argument("--plot", metavar="PNG", help="draw each way to balance; try --steps 300")
     launch(main, parser.parse_args(), validate)
