@@ -60,14 +60,9 @@ from einops import rearrange
 from torch import nn
 
 __all__ = [
-    "all_gather_attention",
-    "positions",
-    "ring_attention",
-    "shard",
-    "ulysses_attention",
-    "ulysses_ring_attention",
-    "unshard",
-]
+    "all_gather_attention", "positions", "ring_attention", "shard", "ulysses_attention",
+    "ulysses_ring_attention", "unshard",
+]  # fmt: skip
 
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 
@@ -745,17 +740,15 @@ def wrong_rows(group, device):
     error, predicted = relative_error(dk, mine), relative_error(of_next, mine)
     rows += [Row("dk, dv one hop short", error, wrong=predicted)]
 
-    (q, k, v), whole = (x.detach() for x in case.qkv), torch.arange(S)
+    q, k, v = (x.detach() for x in case.qkv)
     offset = torch.arange(S // n) + r * (S // n)
     out = attend(*(rotate(cut(x), offset) for x in (q, k)), cut(v))
-    at_offset = owned_nt.flatten().argsort()
-    right, wrong = (
-        cut(causal_attention(rotate(q, at), rotate(k, at), v)) for at in (whole, at_offset)
-    )
-    error = relative_error(out, right)
-    rows += [Row("rotary offset by rank", error, wrong=relative_error(wrong, right))]
+    full = lambda at: cut(causal_attention(rotate(q, at), rotate(k, at), v))
+    right, wrong = full(torch.arange(S)), full(owned_nt.flatten().argsort())
+    error, predicted = relative_error(out, right), relative_error(wrong, right)
+    rows += [Row("rotary offset by rank", error, wrong=predicted)]
 
-    logits = torch.randn(1, S // n, 256, device=device)
+    logits = torch.zeros(1, S // n, 256, device=device)
     labels = torch.full((1, S // n), -1 if r else 7, device=device)  # all that count are on rank 0
     mean = loss_share(logits, labels, valid_tokens(labels, group))
     of_means = loss_share(logits, labels, (labels != -1).sum().clamp(min=1)) / n
@@ -783,22 +776,19 @@ def efficiency(pairs):
 
 def plot(n, path):
     """Draw each layout's ring: a lane per rank, a shade per step, white where a rank waits."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     every = {layout: work(12 * n, n, layout) for layout in LAYOUTS}
     unit = every["zigzag"].sum(1).max().item()
-    figure, axes = plt.subplots(3, sharex=True, figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots(3, sharex=True)
     for axis, (layout, pairs) in zip(axes, every.items()):
         starts = F.pad(pairs.amax(0).cumsum(0), (1, 0)).double() / unit
         for step in range(n):
             widths = pairs[:, step].double() / unit
-            shade = "#0b3c5d" if step % 2 == 0 else "#6fa8c9"
+            shade, ink = ("#6fa8c9", "black") if step % 2 else ("#0b3c5d", "white")
             axis.barh(range(n), widths, 0.8, left=starts[step].item(), color=shade)
             middle = (starts[step].item() + widths[-1].item() / 2, n - 1)
-            ink = "white" if step % 2 == 0 else "black"
             axis.annotate(f"step {step}", middle, ha="center", va="center", color=ink, fontsize=8)
             axis.axvline(starts[step + 1], color="0.5", linewidth=0.6, linestyle=":")
         title = f"{layout}: ranks compute {efficiency(pairs):.0%} of the time"
@@ -806,9 +796,11 @@ def plot(n, path):
         axis.set_yticks(range(n), [f"rank {r}" for r in range(n)], fontsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-    what = f"time to attend to {12 * n} tokens, in fair shares; dotted: the end of a step"
-    axes[-1].set_xlabel(what)
+    axes[-1].set_xlabel(
+        f"time to attend to {12 * n} tokens, in fair shares; dotted: the end of a step"
+    )
     figure.savefig(path, dpi=120)
+    print(f"drew {path}")
 
 
 # ── the run ──────────────────────────────────────────────────────────────────────────────────
@@ -870,6 +862,8 @@ def validate(args, ranks):
         raise ValueError(f"--length {args.length}: at least one token is needed")
     if args.attention == "ulysses" and 8 % ranks:
         raise ValueError(f"--attention ulysses: {ranks} ranks do not divide 8 heads: use 2, 4, 8")
+    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
     read_text(args.text, args.length + 1)
 
 
