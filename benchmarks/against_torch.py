@@ -51,7 +51,8 @@ def table(rows):
             yield f"{row['row']:52}{row['ranks']:6}  {row['note']}"
             continue
         low, high = row["spread"]
-        sent = [f"{x:,.0f}" if x is not None else "-" for x in (row["ours_sent"], row["theirs_sent"])]
+        both = row["ours_sent"], row["theirs_sent"]
+        sent = ["-" if nbytes is None else f"{nbytes:,.0f}" for nbytes in both]
         yield (
             f"{row['row']:52}{row['ranks']:6}{row['ours_ms']:8.1f}ms{row['theirs_ms']:8.1f}ms"
             f"{row['time_ratio']:7.2f}{low:8.2f}-{high:.2f}"
