@@ -16,9 +16,10 @@ anything: the answer is the chapter's, and what grades yours are the tests that 
     check --trace           with tracebacks           check --json    for an instructor
     check --timeout 30      seconds that ranks may wait for each other, 15 by default
 
-A question is graded alone: it is the chapter, with only that question's lines replaced by yours.
-So an open or a wrong answer hides no other. What is written outside the marks takes no part; put
-a helper between them. The whole of a file at once: CHAPTERS=exercises python -m pytest -k tp
+An answer that does not pass beside your others is graded alone: in the chapter, with only that
+question's lines replaced by yours. So a wrong answer hides no other. What is written outside the
+marks takes no part; put a helper between them. The whole of a file at once, as it is:
+CHAPTERS=exercises python -m pytest -k tp
 """
 
 import argparse
@@ -39,6 +40,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).absolute().parent
 EXERCISES = ROOT / "exercises"
@@ -263,16 +265,23 @@ class Verdict:
     seconds: float = 0.0
 
 
+def placed(chapter, answers):
+    """A chapter's text with lines in some of its regions: answers are pairs (region, lines)."""
+    whole = chapter.read_text().splitlines()
+    for region, lines in sorted(answers, key=lambda pair: -pair[0].body):
+        whole[region.body : region.end] = lines
+    return "\n".join(whole) + "\n"
+
+
 class Attempt:
     """A learner's lines, from line `start` of their file, in the chapter's place for them."""
 
     def __init__(self, question, lines, start):
         self.question, self.id, self.lines, self.start = question, question.id, lines, start
         self.text, self.above, self.file = "\n".join(lines) + "\n", 0, ""
+        self.ids = [question.id]
         if region := question.region:
-            whole = question.chapter.read_text().splitlines()
-            whole[region.body : region.end] = lines
-            self.text, self.above = "\n".join(whole) + "\n", region.body
+            self.text, self.above = placed(question.chapter, [(region, lines)]), region.body
 
     @property
     def place(self):
@@ -344,9 +353,29 @@ def examiner():
         raise Refused(f"{error}: python -m pip install -r requirements.txt") from error
 
 
-def grade(attempts, patience):
-    """Yield a Verdict of each attempt, in their order, with one process to a core at a time."""
+def hold_together(attempts, patience):
+    """The ids of answers that pass all their tests with the others of their chapter in place."""
+    by_chapter, solved = {}, set()
+    for tried in attempts:
+        if isinstance(tried, Attempt) and tried.question.region:
+            by_chapter.setdefault(tried.question.chapter, []).append(tried)
+    for chapter, several in by_chapter.items():
+        if len(several) > 1:
+            text = placed(chapter, [(tried.question.region, tried.lines) for tried in several])
+            ids = [tried.id for tried in several]
+            all_of_it = SimpleNamespace(text=text, ids=ids, question=several[0].question)
+            solved |= examiner().Trial(all_of_it, patience).found()[0]
+    return solved
+
+
+def grade(attempts, patience, together=True):
+    """Yield a Verdict of each attempt, in their order. Each is tried alone, with one process to a
+    core at a time, unless it holds together with the others, which takes each test only once."""
+    solved = hold_together(attempts, patience) if together else ()
     done = {i: tried for i, tried in enumerate(attempts) if isinstance(tried, Verdict)}
+    for i, tried in enumerate(attempts):
+        if i not in done and tried.id in solved:
+            done[i] = Verdict(tried.question, "solved")
     waiting = [i for i in range(len(attempts)) if i not in done]
     trials = {}
     try:

@@ -16,6 +16,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from dataclasses import is_dataclass
 from multiprocessing import get_context
@@ -39,7 +40,7 @@ NEEDED = {  # of a comparison: what it asked for, and whether it got it
 
 
 class Trial:
-    """A question while it is graded, in a process group that ends with it.
+    """A question, or several of a chapter, while graded, in a process group that ends with it.
 
     attempt: a learner's lines in their place, as workshop.Attempt has them. `answer` is readable
     when the result is there.
@@ -57,23 +58,27 @@ class Trial:
         self.process.start()
         send.close()
 
-    def result(self):
-        """Wait until it is over: (state, rows of (label, text), traceback, seconds)."""
+    def found(self):
+        """Wait until it is over: the questions whose tests all passed, and a failure or None."""
         try:
-            passed, failure = self.answer.recv()
+            return self.answer.recv()
         except EOFError:  # ended by its time-out, or by the learner's lines
             test, _, stack = Path(self.folder.name, "stack").read_text().partition("\n")
-            passed, failure = 0, (test, "Hung", stack, "")
+            return set(), (test, "Hung", stack, "")
+        finally:
+            self.stop()
+
+    def result(self):
+        """Of one question: (state, rows of (label, text), traceback, seconds)."""
+        solved, failure = self.found()
         if failure:
             told = mispredicted if self.attempt.question.account else explain
             verdict = told(failure, self.attempt)
-        elif passed:
+        elif solved:
             verdict = "solved", [], ""
         else:
             verdict = "not graded", [("tests", f"none marks {self.attempt.id}")], ""
-        seconds = time.monotonic() - self.started
-        self.stop()
-        return *verdict, seconds
+        return *verdict, time.monotonic() - self.started
 
     def stop(self):
         with suppress(ProcessLookupError):
@@ -85,8 +90,8 @@ class Trial:
 
 
 def examine(attempt, folder, send, patience):
-    """In a process of its own: send how many tests passed, and the first failure or None. That is
-    (test, kind of exception, its words, traceback)."""
+    """In a process of its own: send the questions that are solved, and the first failure or None.
+    That is (test, kind of exception, its words, traceback)."""
     os.setsid()
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -94,21 +99,22 @@ def examine(attempt, folder, send, patience):
     with open(f"{folder}/stack", "w") as stack:
         if attempt.question.account:
             faulthandler.dump_traceback_later(patience, exit=True, file=stack)
-            send.send((1, predict(attempt)))
+            send.send(({attempt.id}, predict(attempt)))
         else:
             chapter = attempt.question.chapter.name
-            send.send(run(attempt.id, chapter, folder, patience, stack))
+            send.send(run(attempt.ids, chapter, folder, patience, stack))
 
 
 # ── running the tests of a question ──────────────────────────────────────────────────────────
 
 
-def run(question, chapter, folder, patience, stack):
-    """Run the tests that question marks, on the chapter in a folder; in a process of its own.
+def run(questions, chapter, folder, patience, stack):
+    """Run the tests that questions mark, on the chapter in a folder; in a process of its own.
 
-    Returns how many passed, and of the first that did not (its name, the kind of its exception,
-    that exception's words, the traceback), or None. Ranks wait for each other `patience` seconds;
-    a test that takes thrice that is ended, with its process, and `stack` says where it stood.
+    Returns the questions whose tests all passed, and of the first test that did not (its name, the
+    kind of its exception, that exception's words, the traceback), or None. It ends with as many
+    failures as there are questions, or when ranks hang. Ranks wait for each other `patience`
+    seconds; a test that takes thrice that is ended, with its process; `stack` says where it stood.
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
@@ -120,27 +126,35 @@ def run(question, chapter, folder, patience, stack):
     os.environ["CHAPTERS"] = folder
     sys.path.insert(0, folder)
     os.chdir(harness.ROOT)
-    examiner = Examiner(question, patience, stack)
+    examiner = Examiner(questions, patience, stack)
     tests = map(str, sorted(Path("tests").glob(f"test_{chapter[:2]}_*.py")))
-    options = f"-x -q --tb=native -p no:cacheprovider --rootdir {harness.ROOT} -o addopts="
-    pytest.main([*options.split(), "-m", "not slow", *tests], plugins=[examiner])
-    return examiner.passed, examiner.failure
+    options = f"-q --tb=native -p no:cacheprovider --maxfail={len(questions)} -o addopts= -m"
+    pytest.main([*options.split(), "not slow", *tests], plugins=[examiner])
+    return examiner.solved(), examiner.failure
+
+
+def asked(item):
+    """The questions that a test marks."""
+    return {id for mark in item.iter_markers("question") for id in mark.args}
 
 
 class Examiner:
-    """A pytest plugin that runs the tests of one question and keeps the first failure."""
+    """A pytest plugin that runs the tests of some questions and keeps the first failure."""
 
-    def __init__(self, question, patience, stack):
-        self.question, self.patience, self.stack = question, patience, stack
-        self.passed, self.failure = 0, None
+    def __init__(self, questions, patience, stack):
+        self.questions, self.patience, self.stack = questions, patience, stack
+        self.chosen, self.passed, self.failure = Counter(), Counter(), None
+
+    def solved(self):
+        return {id for id in self.questions if self.passed[id] == self.chosen[id] > 0}
 
     def pytest_collection_modifyitems(self, items):
-        asked = lambda item: [id for mark in item.iter_markers("question") for id in mark.args]
-        items[:] = [item for item in items if self.question in asked(item)]
-        items.sort(key=lambda item: len(asked(item)))  # what is about this question alone first
+        items[:] = [item for item in items if asked(item) & {*self.questions}]
+        items.sort(key=lambda item: len(asked(item)))  # what is about one question alone first
         of_test = lambda item: item.nodeid.partition("[")[0]
         cases = [list(group) for _, group in itertools.groupby(items, of_test)]
         items[:] = [item for group in cases for item in group[:CASES]]
+        self.chosen.update(id for item in items for id in asked(item))
 
     def pytest_collectreport(self, report):
         if report.failed and not self.failure:
@@ -156,11 +170,14 @@ class Examiner:
     def pytest_runtest_makereport(self, item, call):
         if call.when != "setup":
             faulthandler.cancel_dump_traceback_later()
-        if call.excinfo is None:
-            self.passed += call.when == "call"
-        elif call.excinfo.typename != "Skipped" and not self.failure:
-            trace = "".join(traceback.format_exception(call.excinfo.value))
-            self.failure = item.name, call.excinfo.typename, str(call.excinfo.value), trace
+        error = call.excinfo
+        if error is None:
+            self.passed.update(asked(item) if call.when == "call" else ())
+        elif error.typename != "Skipped" and not self.failure:
+            trace = "".join(traceback.format_exception(error.value))
+            self.failure = item.name, error.typename, str(error.value), trace
+        if error and "hung for" in str(error.value):
+            item.session.shouldstop = "each hang takes its time"
 
     def pytest_assertrepr_compare(self, op, left, right):
         words, holds = NEEDED.get(op, (op + " ", None))
@@ -221,6 +238,8 @@ def explain(failure, attempt):
     """(state, rows, traceback) of a failure as `run` returned it. The attempt says whose a line is:
     `file`, `id`, `place`, `is_mine(number)`, `at(number)`, `named(text)`."""
     test, kind, words, trace = failure
+    if kind == "Collection" and attempt.file not in trace:
+        return "not graded", [("tests", cut(trace.strip().splitlines()[-1]))], trace
     rows = [("test", aloud(test))] if test else []
     rank = re.match(r"rank ([\d, ]+) (raised|died|hung)", words) if kind == "RankFailed" else None
     if kind == "Hung" and not words:

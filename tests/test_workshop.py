@@ -144,7 +144,8 @@ def project(tmp_path):
     """A copy of the project, whose exercises are nobody's."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.json"), ROOT / "pyproject.toml"]:
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    for folder in ("tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     return tmp_path
 
 
@@ -389,6 +390,15 @@ def test_what_may_stand_between_the_marks_is_answered(id, lines, state, rows):
     assert found == state and all(told[label].startswith(text) for label, text in rows.items())
 
 
+def test_a_wrong_answer_beside_right_ones_is_found_and_hides_none():
+    wrong = [*BY_ID["Q1.1"].answer[:-1], "    share = lost"]
+    lines = {"Q1.2": BY_ID["Q1.2"].answer, "Q1.1": wrong, "Q1.6": BY_ID["Q1.6"].answer}
+    attempts = [tried(*answer) for answer in lines.items()]
+    assert workshop.hold_together(attempts, 9) == {"Q1.2", "Q1.6"}
+    states = [verdict.state for verdict in workshop.grade(attempts, 9)]
+    assert states == ["solved", "wrong", "solved"]
+
+
 def test_nothing_of_a_grading_outlives_it():
     attempt = workshop.Attempt(BY_ID["Q1.4"], ["        while True:", "            pass"], 100)
     trial = workshop.examiner().Trial(attempt, patience=1)
@@ -413,7 +423,7 @@ def verdicts():
     for id, wrong in WRONG:
         text = "\n".join(BY_ID[id].answer).replace(wrong["replace"], wrong["with"])
         attempts[id, wrong["why"]] = tried(id, text.splitlines())
-    return dict(zip(attempts, workshop.grade(list(attempts.values()), patience=30)))
+    return dict(zip(attempts, workshop.grade(list(attempts.values()), 30, together=False)))
 
 
 @pytest.mark.slow
