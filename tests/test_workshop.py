@@ -426,14 +426,14 @@ def verdicts():
     return dict(zip(attempts, workshop.grade(list(attempts.values()), 30, together=False)))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @each_question
 def test_the_chapters_own_answer_is_solved(verdicts, id):
     verdict = verdicts[id, ""]
     assert verdict.state == "solved", workshop.told(verdict, trace=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("id, why", [(id, wrong["why"]) for id, wrong in WRONG])
 def test_a_wrong_answer_is_caught_and_says_what_was_found(verdicts, id, why):
     verdict = verdicts[id, why]
