@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -300,9 +301,10 @@ class Terminal:
         self.before = termios.tcgetattr(slave)
         env = os.environ | {"COLUMNS": "120", "TERM": "xterm"}
         command = [sys.executable, "workshop.py", *args]
-        self.process = subprocess.Popen(
-            command, cwd=project, env=env, stdin=slave, stdout=slave, stderr=slave,
-        )  # fmt: skip
+        heed = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.process = subprocess.Popen(  # tests started in the background ignore Ctrl-C
+            command, cwd=project, env=env, stdin=slave, stdout=slave, stderr=slave, preexec_fn=heed
+        )
         self.slave, self.text = slave, ""
 
     def wait_for(self, words, seconds=60):
