@@ -144,6 +144,7 @@ def bound(id, account, expression):
 
 
 def chapters():
+    """Paths of the chapters that have questions, in their order."""
     return sorted(ROOT.glob("0[1-7]_*.py"))
 
 
@@ -555,6 +556,7 @@ def check(asked, patience, trace=False, as_json=False):
 
 
 def as_record(verdict):
+    """A Verdict as a dictionary for --json."""
     q = verdict.question
     what = dict(question=q.id, chapter=q.chapter.name, stars=q.stars, minutes=q.minutes)
     return what | dict(state=verdict.state, seconds=round(verdict.seconds, 1)) | dict(verdict.rows)
@@ -684,6 +686,7 @@ class Watch:
 
 
 def build_parser():
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -117,10 +117,13 @@ def _answers(ranks, ends, folder, timeout):
 
 def _stack(process, said):
     """Where a rank that hangs stands, innermost call first; it writes when it is asked to."""
-    before, asked = said.stat().st_size, time.monotonic()
+    before, asked, seen = said.stat().st_size, time.monotonic(), None
     os.kill(process.pid, signal.SIGUSR1)
-    while said.stat().st_size == before and time.monotonic() < asked + 2:
-        time.sleep(0.01)
+    while time.monotonic() < asked + 2:  # until it writes no more
+        seen, last = said.stat().st_size, seen
+        if before < seen == last:
+            break
+        time.sleep(0.05)
     return said.read_text()[before:].partition(f'  File "{__file__}"')[0]
 
 

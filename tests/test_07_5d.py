@@ -109,6 +109,7 @@ def test_rows_that_are_wrong_on_purpose_are_among_them():
     assert "tied embedding not summed" in names
 
 
+@question("Q7.2")
 def test_the_table_of_reductions_follows_sequence_parallelism():
     """By hand: norms and experts see other tokens on each tp rank only under SP."""
     assert five.reduction_table(sp=False) == {
@@ -117,6 +118,21 @@ def test_the_table_of_reductions_follows_sequence_parallelism():
     assert five.reduction_table(sp=True) == {
         "whole": ("", "dp cp tp"), "cut by tp": ("tp", "dp cp"), "expert": ("ep", "edp tp"),
     }  # fmt: skip
+
+
+@question("Q7.3")
+def test_every_grid_counts_the_parameters_of_one_process():
+    """Each element once: split, replicated, on both ends, or on DualPipe's two ranks."""
+
+    def count(args):
+        return five.Model(args, grid_of(args), CPU).parameters()
+
+    dualpipe = "--schedule dualpipe --micro-batches 4 --balance aux"
+    for flags in ("", "--no-tied"):
+        (wanted,) = on_ranks(1, count, options(1, 1, 1, 1, 1, flags=flags))
+        for sizes in [(2, 1, 1, 1, 1), (2, 1, 2, 1, 2), (1, 1, 2, 2, 2)]:
+            args = options(*sizes, flags=f"{flags} {dualpipe if sum(sizes) == 6 else ''}")
+            assert on_ranks(args.ranks, count, args) == [wanted] * args.ranks
 
 
 # ── the grid ─────────────────────────────────────────────────────────────────────────────────
@@ -145,6 +161,7 @@ def test_the_order_of_axes_decides_who_is_next_to_whom(order, tp_peers, pp_peers
                 for name in set(fixed.split()) - set(names):
                     assert ranks[other][0][name] == at[name]
         assert len(groups["ep"]) == len(groups["edp"]) == 2
+        assert groups["ep"] == groups["cp"], "ep is the fast half of dp x cp: here, cp"
 
 
 @pytest.mark.parametrize("sizes", [
@@ -245,11 +262,12 @@ def test_ft_02_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all():
     assert on_ranks(4, poisoned) == [(False, True, False)] * 4
 
 
+@question("Q7.4")
 def test_clipping_scales_every_gradient_by_one_factor():
     args = options(2, 1, 1, 2, 1, flags="--batch 2 --micro-batches 2")
 
     def moved(max_norm):
-        sgd = dict(optimizer_class=torch.optim.SGD, lr=1.0)
+        sgd = dict(optimizer_class=torch.optim.SGD, lr=0.0)
         model = five.Model(args, grid_of(args), CPU, **sgd)
         x_BS, y_BS = torch.randint(256, (2, 2, args.length), generator=torch.manual_seed(0))
         before = {name: p.clone() for name, p in model.named.items()}
@@ -257,6 +275,7 @@ def test_clipping_scales_every_gradient_by_one_factor():
         return norm, {name: (before[name] - p).detach() for name, p in model.named.items()}
 
     for (norm, whole), (_, clipped) in zip(on_ranks(4, moved, 1e9), on_ranks(4, moved, 0.5)):
+        assert any(moves.abs().max() > 1e-3 for moves in whole.values()), "at the step's own rate"
         for name in whole:
             assert torch.allclose(clipped[name], whole[name] * 0.5 / norm, atol=1e-6)
 
