@@ -86,6 +86,9 @@ class Trial:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
+        with suppress(EOFError, OSError):  # when the last of its ranks is gone: each holds an end
+            while self.answer.poll(10):
+                self.answer.recv()
         self.answer.close()
         self.folder.cleanup()
 

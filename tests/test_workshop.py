@@ -416,7 +416,10 @@ def test_nothing_of_a_grading_outlives_it():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     trial.stop()
-    assert alive(trial.process.pid) == 0 and not os.path.exists(trial.folder.name)
+    assert not os.path.exists(trial.folder.name)
+    deadline = time.monotonic() + 10
+    while alive(trial.process.pid):  # a rank closes its files just before it is seen to be gone
+        assert time.monotonic() < deadline
 
 
 def test_two_copies_of_one_second_are_both_kept(tmp_path, capsys):
