@@ -284,13 +284,16 @@ def test_hint_and_show(project):
     assert re.search(r"^for step in range\(n - 1\):$", narrow, re.M)
 
 
-def test_pytest_grades_a_whole_exercise_file(project):
+def test_pytest_grades_a_whole_exercise_file_and_names_what_is_open(project):
     run(project, "start", "01", "--question", "Q1.5")
     command = [sys.executable, "-m", "pytest", "tests/test_01_dp.py", "-k", "ring or rank_0_has"]
     env = os.environ | {"CHAPTERS": "exercises"}
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
-    assert "NotImplementedError: Q1.5 Each step" in done.stdout
-    assert "5 failed, 1 passed" in done.stdout
+    assert re.search(r"SKIPPED \[\d\] tests/test_01_dp.py:\d+: Q1.5 not started", done.stdout)
+    assert "1 passed, 5 skipped" in done.stdout and "Traceback" not in done.stdout
+    answer(project, "Q1.5", ["    return x"])
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "skipped" not in done.stdout
 
 
 class Terminal:
