@@ -16,5 +16,6 @@ def pytest_runtest_makereport(item, call):
         trace = "".join(traceback.format_exception(call.excinfo.value))
         if question := OPEN.search(trace):
             path, line, _ = item.location
-            report.outcome, report.longrepr = "skipped", (path, line + 1, f"{question[1]} not started")
+            report.outcome = "skipped"
+            report.longrepr = path, line + 1, f"{question[1]} not started"
     return report
