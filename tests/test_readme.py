@@ -3,6 +3,7 @@
 import importlib
 import re
 
+import counts
 from harness import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -11,6 +12,10 @@ TEXT = (ROOT / "README.md").read_text()
 def test_every_chapter_has_its_row():
     for path in [*ROOT.glob("0[1-7]_*.py"), ROOT / "memory_math.py"]:
         assert f"| [{path.name}]({path.name}) |" in TEXT
+
+
+def test_what_it_counts_of_the_chapters_is_counted():
+    assert counts.stamped(TEXT) == TEXT, "run: python tests/counts.py --write"
 
 
 def test_every_link_and_picture_is_there():
