@@ -677,8 +677,8 @@ rope part, beside the kv rank| T*rope*e            | mla
 norm of q                    | T*a*d T*a 1         | qk_norm
 norm of k                    | T*k*d T*k 1         | qk_norm
 q                            | T*a*d*e
-k                            | far*k*d*e           | not per_head
-v                            | far*k*dv*e          | not per_head
+k                            | far*near*d*e        | not per_head
+v                            | far*near*dv*e       | not per_head
 k of every head              | far*a*d*e           | per_head
 v of every head              | far*a*dv*e          | per_head
 log-sum-exp                  | 4*T*a               | attention == 'flash'   | core
@@ -752,9 +752,11 @@ def symbols(model, layout):
     u, cut = lo.tp if lo.sp else 1, lo.recompute == "selective"
     s, tokens = lo.seq // lo.cp, lo.batch * lo.seq // lo.cp
     keeps_far = lo.cp > 1 and lo.cp_variant == "all-gather" and lo.gather == "keep"
+    k = max(1, m.kv_heads // lo.tp)
     return m.letters() | vars(lo) | dict(
         T=tokens, b=lo.batch, s=s, S=lo.seq, e=lo.itemsize, u=u, g=u if lo.gather == "again" else 1,
-        a=m.heads // lo.tp, k=max(1, m.kv_heads // lo.tp), f=m.ffn // lo.tp,
+        a=m.heads // lo.tp, k=k, f=m.ffn // lo.tp,
+        near=math.lcm(k, lo.cp) if lo.cp_variant == "ulysses" else k,  # repeated until cp divides
         V=-(-m.vocab // lo.tp), x=m.expert_ffn // lo.etp, y=m.shared_ffn // lo.tp,
         R=tokens // u * m.top_k * lo.etp,  # rows that a balanced router sends to a rank
         far=lo.batch * lo.seq if keeps_far else tokens,
@@ -1100,15 +1102,20 @@ def tp_layer_traffic(
     return [Transfer("tp", phase, what, n, size, tp) for phase, what, n in calls if tp > 1]
 
 
-def ep_traffic(tokens, top_k, hidden, ep, itemsize=2, remote_rows=None, recompute="none"):
+def ep_traffic(
+    tokens, top_k, hidden, ep, itemsize=2, remote_rows=None, recompute="none", experts=0
+):
     """Experts, one layer, one micro-batch: dispatch and combine, forward and backward.
 
-    remote_rows: copies of tokens that leave the rank; balanced, tokens * top_k * (ep-1)/ep.
+    remote_rows: rows that leave the rank in one of these, a mean of the two ways; balanced,
+    tokens * top_k * (ep-1)/ep. experts: before rows, their numbers are told, 8 bytes an expert.
     """
     rows = tokens * top_k if remote_rows is None else remote_rows * ep / max(1, ep - 1)
-    phases = ["forward", "backward"] + ["recompute"] * (recompute == "full")
-    size = rows * hidden * itemsize
-    return [Transfer("ep", phase, "all_to_all", 2, size, ep) for phase in phases if ep > 1]
+    phases, size = ["forward", "backward"], rows * hidden * itemsize
+    phases += ["recompute"] * (recompute == "full")
+    calls = [(phase, 2, size) for phase in phases]
+    calls += [(phase, 1, 8 * experts) for phase in phases if experts and phase != "backward"]
+    return [Transfer("ep", phase, "all_to_all", *call, ep) for phase, *call in calls if ep > 1]
 
 
 def cp_traffic(
@@ -1172,10 +1179,11 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
 
     Stage 0 all-reduces; 1 reduce-scatters and gathers the new weights, the same bytes; 2 has to
     reduce-scatter in every micro-batch; 3 gathers weights in forward and again in backward of every
-    micro-batch: 3/2 of stage 0. replicas > 1 (hybrid): each shard is all-reduced among them.
+    micro-batch: 3/2 of stage 0. replicas > 1 (hybrid): each sum is all-reduced among them too.
     """
     weight, grad = (params * RECIPES[recipe][part] for part in ("weights", "gradients"))
-    reduce = ("backward", "reduce_scatter", m if stage >= 2 else 1, grad, ranks)
+    often = m if stage >= 2 else 1
+    reduce = ("backward", "reduce_scatter", often, grad, ranks)
     if stage == 0:
         calls = [("backward", "all_reduce", 1, grad, ranks)]
     elif stage == 3:
@@ -1183,7 +1191,7 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
         calls = [*gathers, reduce]
     else:
         calls = [reduce, ("step", "all_gather", 1, weight, ranks)]
-    calls += [("backward", "all_reduce", 1, grad / ranks, replicas)] * (stage > 0)
+    calls += [("backward", "all_reduce", often, grad / ranks, replicas)] * (stage > 0)
     return [Transfer("dp", *call, True) for call in calls if call[-1] > 1]
 
 
@@ -1242,7 +1250,8 @@ def traffic(model, layout, rank=0):
         if moe:
             shape = e, True, again, lo.recompute, 1, False
             out += tp_layer_traffic(T // u * lo.etp, h, lo.etp, *shape)
-            out += ep_traffic(T // u * lo.etp, model.top_k, h, lo.ep, e, recompute=lo.recompute)
+            rows = T // u * lo.etp, model.top_k, h, lo.ep, e, None, lo.recompute, model.experts
+            out += ep_traffic(*rows)
     out = [replace(x, count=x.count * lo.m) for x in out] + _copies_traffic(model, lo, layers)
     out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u, rank)
     parts = local_parameters(model, lo, layers)

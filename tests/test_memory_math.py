@@ -8,11 +8,14 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
+import torch.distributed as dist
 import torch.nn.functional as nnf
-from harness import ROOT, chapter, run_script
+from harness import ROOT, chapter, on_ranks, run_script
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -381,13 +384,14 @@ class Block(torch.nn.Module):
         return x + lost(self.norm(y, "norm4") if m.norms == 4 else y)
 
 
-def bytes_kept(run, known):
+def bytes_kept(run, known, skipped=lambda t: False):
     """Bytes of the distinct storages that `run()` saves for backward, those of `known` apart."""
     skip, kept = {t.untyped_storage()._cdata for t in known}, {}
 
     def pack(t):
         storage = t.untyped_storage()
-        kept[storage._cdata] = storage  # holds it, so that no address is used twice
+        if not skipped(t):
+            kept[storage._cdata] = storage  # holds it, so that no address is used twice
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
@@ -791,7 +795,8 @@ def test_context_parallelism_cuts_activations():
     )
     assert mm.total(far) - mm.total(four) == 3 * 2 * 1024 * 2 * 2 * 8
     dealt = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="ulysses"))
-    assert mm.total(dealt) - mm.total(four) == 2 * 1024 * 8 * 8
+    repeated = 2 * 2 * 1024 * (4 - 2) * 8  # two key heads do not go round four ranks
+    assert mm.total(dealt) - mm.total(four) == 2 * 1024 * 8 * 8 + repeated
 
 
 def test_the_heaviest_stage_may_be_in_the_middle():
@@ -970,7 +975,7 @@ def test_a_whole_step_is_its_parts():
     )  # routed experts stand outside the pairs: attention's alone, and its input again
     head, loss, copies = 3 * half, 3 * 4 * tokens, 2 * 2 * (2 * (2 * 64 + 4 * 64) + 64) / 2
     assert found["tp",] == 4 * (2 * layer + head + loss) + copies
-    assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4))
+    assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4, experts=4))
     assert found["cp",] == 4 * 2 * mm.sent(mm.cp_traffic("ring", 64, 4, 1, 8, 2))
     assert found["pp",] == mm.sent(mm.pp_traffic(tokens, 64, 2, 4, share=2, rank=1))
     parts = mm.local_parameters(model, layout, [2, 3, 4])
@@ -1004,7 +1009,7 @@ def test_a_hybrid_step_all_reduces_each_shard_among_its_replicas():
     model, layout = replace(LLAMA, layers=4), Layout(dp=8, zero=3, shard=2, m=2)
     calls, n = mm.traffic(model, layout), mm.count_parameters(model)
     assert mm.sent(calls) == mm.sent(mm.zero_traffic(n, 2, 3, replicas=4, m=2))
-    assert by(calls, "collective")["all_reduce",] == 2 * 3 / 4 * 2 * n / 2
+    assert by(calls, "collective")["all_reduce",] == 2 * 2 * 3 / 4 * 2 * n / 2
 
 
 def test_times_name_the_slower_tier_and_count_the_steps():
@@ -1016,6 +1021,200 @@ def test_times_name_the_slower_tier_and_count_the_steps():
     assert not net.leaves_node(layout, "tp") and net.leaves_node(layout, "dp")
     assert net.seconds(layout, tp) == pytest.approx(3 * (14e9 / 450e9 + 14 * 10e-6))
     assert net.seconds(layout, dp) == pytest.approx(1 + 10e-6)
+
+
+# ── the chapters: what their ranks held and sent, beside what is predicted ───────────────────
+
+
+def test_chapter_02_holds_and_sends_what_its_stage_predicts():
+    """bf16 with an fp32 master, AdamW: parameters, gradients, state; 1 and 3 micro-batches."""
+    zero, stages = chapter("02_zero"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 2), (3, 2)]
+    cases = [(K, *stage) for K in (1, 3) for stage in stages]
+
+    def measured(groups, K, stage, shard):
+        r, given = dist.get_rank(), dict(group=dist.group.WORLD)
+        if shard:
+            given = dict(group=groups[r // 2], replicate_group=groups[2 + r % 2])
+        torch.manual_seed(0)
+        model = zero.LanguageModel(D=8, layers=2, V=32).to(torch.bfloat16)
+        P = sum(p.numel() for p in model.parameters())
+        optimizer = zero.sharded(model, stage, given["group"], unit=given, lr=1e-3)
+        batch = zero.proof_batch(4, K, "cpu")[r]
+        for _ in range(2):  # state exists from the first step on
+            optimizer.zero_grad()
+            with zero.Ledger() as ledger:
+                zero.backward(model, batch, 32 * K)
+                held = zero.bytes_held(optimizer)
+                optimizer.step()
+        return P, sum(ledger.sent.values()), held
+
+    def every_case():
+        groups = [dist.new_group(g) for g in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        return [measured(groups, *case) for case in cases]
+
+    for found in on_ranks(4, every_case):
+        for (K, stage, shard), (P, sent, held) in zip(cases, found, strict=True):
+            ranks = shard or 4
+            items = mm.state_items(P, ranks, stage)
+            state = sum(items[name] for name in mm.PARTS[3:])
+            assert held == [items["weights"], items["gradients"], state], (K, stage, shard)
+            assert sum(held) == mm.zero_bytes(P, ranks, stage)
+            assert sent == mm.sent(mm.zero_traffic(P, ranks, stage, replicas=4 // ranks, m=K))
+
+
+TP_CASES = [  # a rung of chapter 03's ladder, key/value heads, dtype, recompute
+    ("off", 2, torch.float32, False),
+    ("off", 4, torch.bfloat16, True),
+    ("keep", 4, torch.bfloat16, False),
+    ("regather", 4, torch.float32, False),
+    ("overlap", 2, torch.float32, False),
+    ("regather", 4, torch.bfloat16, True),
+]
+
+
+def tp_layout(rung, dtype, recompute):
+    sp = dict(sp=rung != "off", gather="keep" if rung == "keep" else "again")
+    recipe, how = "fp32" if dtype == torch.float32 else "bf16", "full" if recompute else "none"
+    return Layout(tp=4, batch=2, seq=16, mlp="eager", recipe=recipe, recompute=how, **sp)
+
+
+def test_chapter_03_keeps_and_sends_what_is_predicted():
+    """A block, and a step of a model with both ends, at every rung, to the byte."""
+    tp = chapter("03_tp")
+    config = lambda K: tp.Config(D=32, heads=8, kv_heads=K, hidden=48, V=96, layers=3)
+
+    def block_of(c, rung, dtype, recompute):
+        block = tp.Block(c, dist.group.WORLD, rung).to(dtype)
+        x = torch.randn(2, 16 if rung == "off" else 4, 32).to(dtype).requires_grad_()
+        at = torch.arange(16)
+        run = lambda: checkpoint(block, x, at, use_reentrant=False) if recompute else block(x, at)
+        turn = lambda t: t.shape[1:] == (1, 2)  # cosines and sines belong to no layer
+        with tp.Ledger() as ledger:
+            kept = bytes_kept(run, [*block.parameters(), at], turn)
+        return kept, sum(ledger.sent.values())
+
+    def step_of(c, rung, dtype):
+        model = tp.LanguageModel(c, dist.group.WORLD, rung).to(dtype)
+        x = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+        with tp.Ledger() as ledger:
+            tp.loss_and_gradients(model, x, x)
+        return sum(ledger.sent.values()), sum(p.numel() for p in model.parameters())
+
+    def every_case():
+        for rung, K, dtype, recompute in TP_CASES:
+            yield block_of(config(K), rung, dtype, recompute), step_of(config(K), rung, dtype)
+
+    for found in on_ranks(4, lambda: list(every_case())):
+        for (rung, K, dtype, recompute), ((kept, sent), (step, held)) in zip(TP_CASES, found):
+            layout = tp_layout(rung, dtype, recompute)
+            model = Model("03", 3, 32, 8, K, 4, 48, 96, tied=True)
+            assert kept == mm.total(mm.kept_activations(model, layout)), rung
+            shape = layout.itemsize, layout.sp, layout.gather == "again", layout.recompute
+            assert sent == mm.sent(mm.tp_layer_traffic(32, 32, 4, *shape)), rung
+            assert step == mm.sent(mm.traffic(model, replace(layout, recompute="none"))), rung
+            assert held == mm.estimate(model, layout)[0].params
+
+
+def test_chapter_05_sends_the_rows_that_leave_a_rank():
+    """Routing that is what it is: of each rank, what leaves it on the way there and back."""
+    ep = chapter("05_ep")
+
+    def every_dtype():
+        for dtype in (torch.float32, torch.bfloat16):
+            plans, n, r = [], dist.get_world_size(), dist.get_rank()
+            note = lambda *given, real=ep.make_plan: plans.append(real(*given)) or plans[-1]
+            torch.manual_seed(0)
+            moe = ep.MoE(ep.Router(16, 8, 2), 12, dist.group.WORLD).to(dtype)
+            x = torch.randn(4 * n, 5, 16).add(0.5).chunk(n)[r].to(dtype).requires_grad_()
+            with ep.Ledger() as ledger, mock.patch.object(ep, "make_plan", note):
+                moe(x).float().square().sum().backward()
+            (plan,) = plans
+            away = sum(plan.sent) - plan.sent[r] + sum(plan.received) - plan.received[r]
+            yield sum(ledger.sent.values()), away / 2, sum(plan.received)
+
+    ranks = on_ranks(4, lambda: list(every_dtype()))
+    for size, of_a_dtype in zip((4, 2), zip(*ranks)):
+        for sent, away, _ in of_a_dtype:
+            assert sent == mm.sent(mm.ep_traffic(20, 2, 16, 4, size, away, experts=8))
+        assert len({away for _, away, _ in of_a_dtype}) > 1  # it is uneven
+        assert sum(rows for *_, rows in of_a_dtype) == 4 * 20 * 2
+
+
+CP_CASES = [("ring", 4, 2), ("all-gather", 4, 2), ("ulysses", 8, 4), ("ulysses", 4, 2)]
+
+
+def test_chapter_06_keeps_and_sends_what_its_variant_predicts():
+    """Attention over four ranks, gradients of keys and values summed in fp32. All-gather keeps what
+    it gathered. Ulysses repeats two key heads for four ranks."""
+    cp = chapter("06_cp_ring")
+    attend = {"ring": cp.ring_attention, "all-gather": cp.all_gather_attention}
+    attend["ulysses"] = cp.ulysses_attention
+
+    def every_case():
+        for variant, H, K in CP_CASES:
+            for dtype in (torch.float32, torch.bfloat16):
+                shape = lambda heads: torch.randn(2, 8, heads, 4).to(dtype).requires_grad_()
+                q, k, v = shape(H), shape(K), shape(K)
+                with cp.Ledger() as ledger:
+                    kept = bytes_kept(lambda: attend[variant](q, k, v, dist.group.WORLD), [])
+                yield kept, sum(ledger.sent.values())
+
+    names = "q", "k", "v", "log-sum-exp", "attention output"
+    cases = [(*case, recipe) for case in CP_CASES for recipe in ("fp32", "bf16")]
+    for found in on_ranks(4, lambda: list(every_case())):
+        for (variant, H, K, recipe), (kept, sent) in zip(cases, found):
+            layout = Layout(cp=4, cp_variant=variant, batch=2, seq=32, recipe=recipe, gather="keep")
+            model = Model("06", 1, 4 * H, H, K, 4, 48, 96)
+            core = [s for s in mm.layer_activations(model, layout) if s.name in names]
+            assert len(core) == 5 and kept == mm.total(core), (variant, H, recipe)
+            sizes = 32, H, K, 4, 4, layout.itemsize, 2
+            assert sent == mm.sent(mm.cp_traffic(variant, *sizes, regather=False)), (variant, H)
+
+
+GRIDS = {  # chapter 07's flags, as a Layout and as what differs in the Model
+    "--pp 2 --dp 1 --cp 1 --tp 2 --ep 1 --no-sp --experts 0": (
+        dict(pp=2, tp=2, zero=1), dict(experts=0, tied=True)),
+    "--pp 1 --dp 2 --cp 2 --tp 1 --ep 4 --no-tied --attention ulysses": (
+        dict(dp=2, cp=2, ep=4, zero=1, cp_variant="ulysses"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", GRIDS)
+def test_chapter_07_holds_and_sends_what_is_predicted_by_axis(flags):
+    """A step on a grid, each pipeline rank by itself: weights, gradients, AdamW's state, and bytes
+    over each axis, its routers made to choose evenly. Counts of labels and norms stay apart."""
+    five = chapter("07_5d")
+    args = five.options(flags.split() + "--width 32 --hidden 32 --length 16 --batch 8".split())
+    five.validate(args, args.ranks)
+    evenly = lambda expert_Nk: (torch.arange(expert_Nk.numel()) % args.experts).view_as(expert_Nk)
+
+    def measured():
+        real, held = five.ep.make_plan, []
+        grid = five.Grid(args.pp, args.dp, args.cp, args.tp, args.ep)
+        model = five.Model(args, grid, torch.device("cpu"))
+        look, batch = model.optimizer.grad_norm_sq, torch.randint(256, (2, 8, 16)).unbind()
+        measure = lambda: held.append(five.zero.bytes_held(model.optimizer)) or look()
+        model.optimizer.grad_norm_sq = measure
+        balanced = lambda expert_Nk, *where: real(evenly(expert_Nk), *where)
+        with mock.patch.object(five.ep, "make_plan", balanced):
+            model.step(*batch, rate=0.0)
+            with five.dp.Ledger() as ledger:
+                model.step(*batch, rate=0.0)
+        counts = lambda e: e.what == "all_reduce" and e.group != grid["tp"].group_name
+        ledger.events = [e for e in ledger.events if not counts(e)]
+        return grid.at["pp"], held[1], five.sent_by_axis(ledger, grid)
+
+    change, shape = GRIDS[flags]
+    layout = Layout(batch=4 // args.dp, seq=16, m=2, recipe="fp32", **change)
+    model = dict(experts=4, top_k=2, expert_ffn=16, shared_ffn=16, dense_layers=frozenset({0, 2}))
+    model = Model("07", 4, 32, 8, 4, 4, 32, 256, **model | shape)
+    stages = mm.estimate(model, layout)
+    for rank, held, sent in on_ranks(args.ranks, measured):
+        items = states(stages[rank])
+        moments = items["first moment"] + items["second moment"]
+        assert held == [items["weights"], items["gradients"], moments]
+        predicted = by(mm.traffic(model, layout, rank), "axis")
+        assert predicted == {(axis,): n for axis, n in sent.items() if n}
 
 
 # ── bubbles ──────────────────────────────────────────────────────────────────────────────────
