@@ -58,6 +58,7 @@ def test_routers_that_cannot_work_are_refused_with_the_numbers(options, said):
         ep.Router(4, **options)
 
 
+@question("Q5.1")
 def test_the_bias_takes_part_in_the_choice_and_in_nothing_else():
     route, x = router(8, 16, 3, score="sigmoid", scale=2.5), double(3, 5, 8)
     route.bias_E[5] = 4.0
