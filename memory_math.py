@@ -1387,27 +1387,35 @@ def complaints(model, layout, net=Topology()):
 
 # ── compute, time and cost ───────────────────────────────────────────────────────────────────
 
-# Dense peaks in FLOP/s, and HBM in bytes/s, from the vendors' data sheets. A sheet's headline is
+# Dense peaks in TFLOP/s, and HBM in TB/s, from the vendors' data sheets. A sheet's headline is
 # often the sparse figure, twice the dense one.
 PEAKS = {
-    "v100": {"fp16": 125e12, "hbm": 0.9e12},
-    "a100": {"bf16": 312e12, "tf32": 156e12, "hbm": 2.039e12},
-    "h100": {"bf16": 989.5e12, "fp8": 1979e12, "tf32": 494.7e12, "hbm": 3.35e12},
-    "h100-pcie": {"bf16": 756e12, "fp8": 1513e12, "hbm": 2.0e12},
-    "h100-nvl": {"bf16": 835e12, "fp8": 1671e12, "hbm": 3.9e12},
-    "h200": {"bf16": 989.5e12, "fp8": 1979e12, "hbm": 4.8e12},
-    "b200": {"bf16": 2250e12, "fp8": 4500e12, "hbm": 8.0e12},
-    "mi300x": {"bf16": 1307e12, "fp8": 2615e12, "hbm": 5.3e12},
+    "v100": dict(fp16=125, hbm=0.9),
+    "a100": dict(bf16=312, tf32=156, hbm=2.039),
+    "h100": dict(bf16=989.5, fp8=1979, tf32=494.7, hbm=3.35),
+    "h100-pcie": dict(bf16=756, fp8=1513, hbm=2.0),
+    "h100-nvl": dict(bf16=835, fp8=1671, hbm=3.9),
+    "h200": dict(bf16=989.5, fp8=1979, hbm=4.8),
+    "b200": dict(bf16=2250, fp8=4500, hbm=8.0),
+    "mi300x": dict(bf16=1307, fp8=2615, hbm=5.3),
 }
 
 
-def peak_flops(gpu, precision="bf16", sparse=False):
-    """Peak FLOP/s of a GPU, by its key or the name its driver gives it ("NVIDIA H100 PCIe"). sparse
-    doubles it, and must be asked for: training is dense. ValueError if no such GPU is known."""
+def data_sheet(gpu):
+    """(precision -> dense FLOP/s, HBM bytes/s) of a GPU, by its key or by the name its driver gives
+    it ("NVIDIA H100 PCIe"). ValueError if no such GPU is known."""
     words = set(gpu.lower().replace("-", " ").split())
     known = [key for key in PEAKS if words.issuperset(key.split("-")) and "mig" not in words]
     row = PEAKS[max(known, key=len) if known else nearest(gpu, PEAKS, "GPU")]
-    return row[nearest(precision, row, f"precision of {gpu}")] * (2 if sparse else 1)
+    peaks = {name: tera * 1e12 for name, tera in row.items()}
+    return peaks, peaks.pop("hbm")
+
+
+def peak_flops(gpu, precision="bf16", sparse=False):
+    """Peak FLOP/s of a GPU of `data_sheet`. sparse doubles it, and must be asked for: training is
+    dense. ValueError if the GPU has no such precision."""
+    peaks, _ = data_sheet(gpu)
+    return peaks[nearest(precision, peaks, f"precision of {gpu}")] * (2 if sparse else 1)
 
 
 def attention_flops(layers, heads, head_dim, seq, causal=False, v_dim=None):
@@ -1470,10 +1478,13 @@ def hfu(mfu, recompute="none"):
 
 
 def mbu(bytes_moved, seconds, bandwidth):
-    """Bytes read and written over what HBM could move; above 1 is impossible: ValueError."""
+    """Bytes that one GPU's HBM moved over what it could; above 1 is impossible: ValueError."""
     share = bytes_moved / (seconds * bandwidth)
     if share > 1:
-        raise ValueError(f"MBU {share:.0%}: impossible")
+        raise ValueError(
+            f"MBU {share:.0%}: impossible. {bandwidth:.4g} B/s do not move {bytes_moved:.4g} B in "
+            f"{seconds:.4g} s; look for bytes of all GPUs, or of more than one step"
+        )
     return share
 
 
@@ -1839,8 +1850,9 @@ def run_compute(
     seq: Annotated[int, "tokens in a sequence, for attention"] = 8192,
     batch: Annotated[float, "tokens in a step"] = 4e6,
     price: Annotated[float, "per GPU-hour"] = 3.0,
+    moved: Annotated[float, "GB that one GPU's HBM moved in a step: the MBU is computed"] = 0.0,
 ):
-    """FLOPs by convention; hours, days and money at an MFU, or the MFU of measured hours."""
+    """FLOPs by convention; hours, days and money at an MFU, or MFU and MBU of what was measured."""
     rows, peak = [], peak_flops(gpu, precision, sparse)
     for name, counts in CONVENTIONS.items():
         each = float(flops_per_token(model, seq, name))
@@ -1850,9 +1862,12 @@ def run_compute(
     seconds = 3600 * hours or flops / (gpus * peak * mfu)
     share, spent = mfu_of(flops, seconds, gpus, peak), gpus * seconds / 3600
     kind = f"{'2:4 sparse' if sparse else 'dense'} {precision} peak {peak / 1e12:g} TFLOP/s"
+    step, (_, hbm) = seconds * batch / tokens, data_sheet(gpu)
+    busy = f"MBU {mbu(1e9 * moved, step, hbm):.2%}: {moved:g} GB of HBM in a step of {step:.3g} s"
     return rows, [
         f"{model.name} on {gpus} {gpu}, {kind}",
         f"MFU {share:.2%} by {convention}; HFU {hfu(share, 'full'):.2%} if all is recomputed",
+        *[f"{busy}, of {hbm / 1e12:g} TB/s"] * (moved > 0),
         f"{spent:,.0f} GPU-hours at {price:g}: {spent * price:,.0f}; {seconds / 86400:,.1f} days",
         f"{tokens / count_active(model):.3g} tokens per active parameter; about 20 are optimal",
         f"{tokens / batch:,.0f} steps of {batch:,.0f} tokens; twice the batch takes "

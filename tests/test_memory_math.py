@@ -775,6 +775,7 @@ def test_selective_recompute_is_cheaper_than_full():
             for r in ("none", "selective", "full")}  # fmt: skip
     assert kept["none"] - kept["selective"] == 4096 * 4 * 32
     assert kept["full"] == 2 * 4096 * 4096 < kept["selective"]
+    assert mm.hfu(0.4, "selective") == mm.hfu(0.4) < mm.hfu(0.4, "full")  # and in time
 
 
 def test_a_mixture_keeps_top_k_rows_per_token():
@@ -814,6 +815,44 @@ def test_the_first_layers_of_deepseek_are_dense_and_routers_count():
     v3 = preset("deepseek-v3")
     assert round(mm.count_parameters(replace(v3, dense_layers=frozenset())) / 1e9) == 704
     assert mm.parameters_by_kind(preset("mixtral-8x7b"))["router"] == 32 * 8 * 4096
+
+
+def test_embeddings_are_tied_only_where_the_config_says_so():
+    """llm-analysis ties them always: 7,504,924,672 for Llama-3-8B."""
+    model = preset("llama-3-8b")
+    assert mm.count_parameters(replace(model, tied=True)) == 7_504_924_672
+    assert mm.count_parameters(model) - 7_504_924_672 == 128256 * 4096
+
+
+def test_query_groups_are_neither_one_head_nor_all():
+    """calculon knows those two: a Llama of 70 B has 78.3 B there."""
+    every = mm.count_parameters(replace(preset("llama-2-70b"), kv_heads=64))
+    assert every - CHECKPOINTS["llama-2-70b"] == 80 * 2 * (64 - 8) * 128 * 8192
+    assert round(every / 1e9, 1) == 78.4
+
+
+def test_states_alone_are_no_job():
+    """DeepSpeed's estimators: 8B under ZeRO-3 on 8 GPUs is 16 GB, and no axis but dp cuts it."""
+    model, layout = preset("llama-3-8b"), Layout(dp=8, zero=3, seq=8192)
+    top = mm.heaviest(mm.estimate(model, layout))
+    assert sum(states(top).values()) == mm.zero_bytes(8_030_261_248, 8, 3) == 2 * 8_030_261_248
+    kept = items(top, "loss")["activations of 32 dense layers"]
+    assert kept == 36_542_873_600 and top.peak > sum(states(top).values()) + kept
+    held = lambda model, **axes: [
+        sum(states(stage).values()) for stage in mm.estimate(model, Layout(m=2, **axes))
+    ]
+    (whole,), mixture = held(model), preset("mixtral-8x7b")
+    for axes in dict(tp=2), dict(pp=2):
+        assert all(2 * part < 1.1 * whole for part in held(model, **axes))
+    experts = 16 * mm.parameters_by_kind(mixture)["expert"]
+    assert held(mixture)[0] - held(mixture, dp=8, ep=8)[0] == experts * 7 / 8
+
+
+def test_what_is_printed_as_gib_is_gib(capsys):
+    """SimuMax prints GiB under the name of GB."""
+    (row,) = json.loads(answered(capsys, "estimate", "--json"))["rows"]
+    assert row["peak GiB"] * 2**30 == row["bytes"]
+    assert mm.quantity(2**30, "bytes") == "1.074 GB"
 
 
 # ── layouts that cannot be ───────────────────────────────────────────────────────────────────
@@ -1276,7 +1315,8 @@ def test_mem_01_mfu_names_its_peak():
     assert round(mm.mfu_of(flops, 13.5 * 3600, 16, mm.peak_flops("a100")), 4) == 0.0284
     cards = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "H200": "h200"}
     cards |= {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 NVL": "h100-nvl"}
-    assert all(mm.peak_flops(name) == mm.PEAKS[key]["bf16"] for name, key in cards.items())
+    assert all(mm.data_sheet(name) == mm.data_sheet(key) for name, key in cards.items())
+    assert mm.data_sheet("h100") == ({"bf16": 989.5e12, "fp8": 1979e12, "tf32": 494.7e12}, 3.35e12)
     for name in "h1000", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb":
         with pytest.raises(ValueError, match="no GPU is named"):
             mm.peak_flops(name)
@@ -1288,7 +1328,7 @@ def test_an_mfu_above_one_is_refused():
     """The guide's fine-tune: 5,000 tokens/s a GPU of a 70B model would be 212 % of an H100."""
     with pytest.raises(ValueError, match="MFU 212%: impossible"):
         mm.mfu_of(mm.training_flops(70e9, 5000), 1, 1, mm.peak_flops("h100"))
-    with pytest.raises(ValueError, match="MBU 120%"):
+    with pytest.raises(ValueError, match="MBU 120%: impossible"):
         mm.mbu(1.2e12, 1, 1e12)
     assert mm.mfu_of(1.0, 1, 1, 1.0) == 1 and mm.mbu(1, 2, 1) == 0.5
 
@@ -1480,6 +1520,9 @@ def test_what_the_commands_say(capsys):
         capsys, *"compute --model llama-3-70b --tokens 16.256e6 --gpus 16 --gpu a100".split(),
         "--hours", 13.5,
     )  # fmt: skip
+    text = answered(capsys, *"compute --gpus 1024 --hours 400 --batch 4e6 --moved 1500".split())
+    # 400 h for 350,000 steps: 4.11 s each, of 3.35 TB/s
+    assert "MBU 10.88%: 1500 GB of HBM in a step of 4.11 s, of 3.35 TB/s" in text
     both = json.loads(answered(capsys, "estimate", "--versus", "--dp 8 --zero 3", "--json"))["rows"]
     assert [row["layout"] for row in both] == ["first", "second"] and both[0]["bytes"] > both[1][
         "bytes"
@@ -1517,6 +1560,8 @@ WRONG = [
     ("plot zero --tp 3", "--tp 3 does not divide"),
     ("compute --gpu h1oo", "nearest are h100"),
     ("compute --mfu 1.5", "impossible"),
+    ("compute --moved 1e9", "MBU"),
+    ("compute --precision hbm", "no precision of h100 is named hbm"),
     ("compute --tokens -1", "--tokens"),
     ("compute --convention 8N", "nearest are"),
     ("guide nonsensical", "section of the guide"),
