@@ -3,8 +3,10 @@ released checkpoints, to tensors that torch keeps, to simulated schedules, to pu
 
 import json
 import math
+import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
@@ -1527,6 +1529,17 @@ def test_what_the_commands_say(capsys):
     assert [row["layout"] for row in both] == ["first", "second"] and both[0]["bytes"] > both[1][
         "bytes"
     ]
+
+
+def test_the_readme_shows_what_is_printed_today(capsys):
+    section = (ROOT / "README.md").read_text().split("## Before you launch")[1].split("\n## ")[0]
+    block = r"^    \$ python memory_math.py (.+)\n((?:    .*\n|\n(?=    ))*)"
+    blocks = re.findall(block, section, re.M)
+    assert len(blocks) == section.count("python memory_math.py") == 3
+    for command, shown in blocks:
+        assert answered(capsys, *command.split()) == textwrap.dedent(shown)
+    others = re.findall(r"`(\w+)`", section.split("The rest:")[1])
+    assert {*others, "estimate", "compute"} == {run.__name__[4:] for run in mm.COMMANDS}
 
 
 def test_offload_cuts_experts_over_their_own_replicas(capsys):
