@@ -40,7 +40,7 @@ import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -737,12 +737,16 @@ embedding mask               | T*h//u              | dropout
 @dataclass(frozen=True)
 class Item:
     """A line of the budget, as one tensor kept for backward is: its bytes, and how they come about.
-    core: recomputed by selective recompute."""
+    part: of `BUDGET`; core: recomputed by selective recompute."""
 
     name: str
     bytes: int
     formula: str
+    part: str = "buffers"
     core: bool = False
+
+
+BUDGET = "weights", "gradients", "optimizer", "activations", "buffers"
 
 
 @lru_cache(maxsize=64)
@@ -788,7 +792,8 @@ def saved_in(model, layout, *sections):
             continue
         is_norm = " " in formula
         rows = _norm_rows(name, formula, layout, model.layer_norm) if is_norm else [(name, formula)]
-        out += [Item(n, int(evaluate(f, names)), f, more[1:] == ["core"]) for n, f in rows]
+        core = more[1:] == ["core"]
+        out += [Item(n, int(evaluate(f, names)), f, core=core) for n, f in rows]
     return tuple(out)
 
 
@@ -936,7 +941,8 @@ def _state_items(layout, parts):
         if layout.zero >= cut_from and unit:
             count, width = min(count, len(units)), recipe[part]
             work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
-    return [Item(name, held[name], " + ".join(how[name])) for name in held], work
+    part = lambda name: next((x for x in BUDGET[:2] if x in name), "optimizer")
+    return [Item(name, held[name], " + ".join(how[name]), part(name)) for name in held], work
 
 
 def _held_activations(model, layout, rank, layers):
@@ -956,7 +962,7 @@ def _held_activations(model, layout, rank, layers):
             saved = kept_activations(model, layout, layer)
         size = math.ceil(flight * count * total(saved))
         formula = f"{flight} in flight * {count} * {total(saved)}"
-        items.append(Item(f"activations of {name}", size, formula))
+        items.append(Item(f"activations of {name}", size, formula, "activations"))
     return items
 
 
@@ -994,13 +1000,10 @@ def heaviest(stages):
 
 
 def grouped(stage, moment=None):
-    """{weights, gradients, optimizer, activations, buffers: bytes} of a rank, at its peak."""
-    sums = dict.fromkeys("weights gradients optimizer activations buffers".split(), 0)
+    """{part of `BUDGET`: bytes} of a rank, at its peak."""
+    sums = dict.fromkeys(BUDGET, 0)
     for item in stage.moments[moment or stage.moment]:
-        last = "optimizer" if item.name in PARTS[3:] else item.name.split()[-1]
-        last = "activations" if item.name.startswith("activations") else last
-        works = item.name.startswith(("gathered", "unreduced")) or last not in sums
-        sums["buffers" if works else last] += item.bytes
+        sums[item.part] += item.bytes
     return sums
 
 
@@ -1083,6 +1086,77 @@ def sent(transfers):
     return sum(transfer.sent for transfer in transfers)
 
 
+# phase and collective | calls | bytes of a call, of the whole tensor | only where
+# n ranks of the group · P parameters of w bytes · g bytes of a gradient, dk and dv too · z ZeRO
+# R rows to experts · E experts · pairs: attention and MLP, each between an f and a g
+TRAFFIC = """
+[layer over tp]
+forward all_reduce       | pairs           | T*h*e | not sp
+forward all_gather       | pairs           | T*h*e | sp
+forward reduce_scatter   | pairs           | T*h*e | sp
+backward all_reduce      | pairs           | T*h*e | not sp
+backward all_gather      | pairs           | T*h*e | sp
+backward reduce_scatter  | pairs           | T*h*e | sp
+backward all_gather      | pairs           | T*h*e | sp and regather
+recompute all_reduce     | pairs-last      | T*h*e | not sp and recompute == 'full'
+recompute all_gather     | pairs           | T*h*e | sp and recompute == 'full'
+recompute reduce_scatter | pairs-last      | T*h*e | sp and recompute == 'full'
+[embedding over tp]
+forward all_reduce       | 1               | T*h*e | not sp
+forward reduce_scatter   | 1               | T*h*e | sp
+backward all_gather      | 1               | T*h*e | sp
+[head and loss over tp]
+backward all_reduce      | 1               | T*h*e | not sp
+forward all_gather       | 1               | T*h*e | sp
+backward reduce_scatter  | 1               | T*h*e | sp
+backward all_gather      | 1               | T*h*e | sp and regather
+forward all_reduce       | 3               | 4*T
+[experts]
+forward all_to_all       | 1               | 8*E   | E
+forward all_to_all       | 2               | R*h*e
+backward all_to_all      | 2               | R*h*e
+recompute all_to_all     | 1               | 8*E   | E and recompute == 'full'
+recompute all_to_all     | 2               | R*h*e | recompute == 'full'
+[ring]
+forward send             | n-1             | 2*b*S*K*d*e//n
+backward send            | n-1             | 2*b*S*K*d*e//n
+backward send            | n               | 2*b*S*K*d*g//n
+recompute send           | n-1             | 2*b*S*K*d*e//n | recompute != 'none'
+[all-gather]
+forward all_gather       | 1               | 2*b*S*K*d*e
+backward all_gather      | 1               | 2*b*S*K*d*e    | regather
+backward reduce_scatter  | 1               | 2*b*S*K*d*g
+recompute all_gather     | 1               | 2*b*S*K*d*e    | recompute != 'none'
+[ulysses]
+forward all_to_all       | 1               | 2*b*S//n*(A+lcm(K,n))*d*e
+backward all_to_all      | 1               | 2*b*S//n*(A+lcm(K,n))*d*e
+recompute all_to_all     | 1               | 2*b*S//n*(A+lcm(K,n))*d*e | recompute == 'full'
+[boundary of stages]
+forward send             | m*ahead         | T*h*e/share
+backward send            | m*back          | T*h*e/share
+[zero]
+backward all_reduce      | 1               | P*g   | z == 0
+backward reduce_scatter  | 1 if z < 2 else m | P*g | z > 0
+step all_gather          | 1               | P*w   | z == 1 or z == 2
+forward all_gather       | m               | P*w   | z == 3
+backward all_gather      | m               | P*w   | z == 3
+[replicas of a shard]
+backward all_reduce      | 1 if z < 2 else m | P*g   | z > 0
+"""
+_TRAFFIC = parse_table(TRAFFIC)
+
+
+def transfers(section, axis, ranks, hideable=False, **names):
+    """Rows of a section of the traffic table, as a list of `Transfer`: those that apply, evaluated
+    over the names. One rank sends nothing."""
+    found, names = [], {"n": ranks, "lcm": math.lcm, **names}
+    for call, count, size, *where in _TRAFFIC[section] if ranks > 1 else ():
+        if (not where or evaluate(where[0], names)) and (calls := evaluate(count, names)):
+            size = evaluate(size, names)
+            found.append(Transfer(axis, *call.split(), calls, size, ranks, hideable))
+    return found
+
+
 def tp_layer_traffic(
     tokens, hidden, tp, itemsize=2, sp=False, regather=True, recompute="none", pairs=2, last=True
 ):
@@ -1093,13 +1167,8 @@ def tp_layer_traffic(
     Full recompute repeats forward except its last collective: nothing after it is needed. Routed
     experts stand outside the pairs: a layer of them has one, which is not the layer's last.
     """
-    kinds = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
-    calls = [(phase, what, pairs) for phase in ("forward", "backward") for what in kinds]
-    calls += [("backward", "all_gather", pairs)] * (sp and regather)
-    if recompute == "full":
-        calls += [("recompute", what, pairs - (last and what == kinds[-1])) for what in kinds]
-    size = tokens * hidden * itemsize
-    return [Transfer("tp", phase, what, n, size, tp) for phase, what, n in calls if tp > 1]
+    names = dict(T=tokens, h=hidden, e=itemsize, sp=sp, regather=regather, recompute=recompute)
+    return transfers("layer over tp", "tp", tp, **names, pairs=pairs, last=last)
 
 
 def ep_traffic(
@@ -1111,11 +1180,8 @@ def ep_traffic(
     tokens * top_k * (ep-1)/ep. experts: before rows, their numbers are told, 8 bytes an expert.
     """
     rows = tokens * top_k if remote_rows is None else remote_rows * ep / max(1, ep - 1)
-    phases, size = ["forward", "backward"], rows * hidden * itemsize
-    phases += ["recompute"] * (recompute == "full")
-    calls = [(phase, 2, size) for phase in phases]
-    calls += [(phase, 1, 8 * experts) for phase in phases if experts and phase != "backward"]
-    return [Transfer("ep", phase, "all_to_all", *call, ep) for phase, *call in calls if ep > 1]
+    names = dict(R=rows, h=hidden, e=itemsize, E=experts, recompute=recompute)
+    return transfers("experts", "ep", ep, **names)
 
 
 def cp_traffic(
@@ -1131,24 +1197,9 @@ def cp_traffic(
     a selective one starts inside ulysses, whose tensors are dealt out by then.
     """
     nearest(variant, ("ring", "all-gather", "ulysses"), "context-parallel variant")
-    kv, grads = (2 * batch * seq * kv_heads * head_dim * size for size in (itemsize, grad_itemsize))
-    dealt = 2 * batch * (seq // cp) * (heads + math.lcm(kv_heads, cp)) * head_dim * itemsize
-    calls = {
-        "ring": [
-            ("forward", "send", cp - 1, kv // cp),
-            ("backward", "send", cp - 1, kv // cp),
-            ("backward", "send", cp, grads // cp),
-        ],
-        "all-gather": [
-            ("forward", "all_gather", 1, kv),
-            *[("backward", "all_gather", 1, kv)] * regather,
-            ("backward", "reduce_scatter", 1, grads),
-        ],
-        "ulysses": [(phase, "all_to_all", 1, dealt) for phase in ("forward", "backward")],
-    }[variant]
-    if recompute == "full" or (recompute == "selective" and variant != "ulysses"):
-        calls.append(("recompute", *calls[0][1:]))
-    return [Transfer("cp", *call, cp, variant == "ring") for call in calls if cp > 1]
+    names = dict(b=batch, S=seq, A=heads, K=kv_heads, d=head_dim, e=itemsize, g=grad_itemsize)
+    names |= dict(regather=regather, recompute=recompute)
+    return transfers(variant, "cp", cp, variant == "ring", **names)
 
 
 def pp_sends(schedule, p, v=1):
@@ -1169,9 +1220,9 @@ def pp_sends(schedule, p, v=1):
 def pp_traffic(tokens, hidden, p, m, schedule="1f1b", v=1, itemsize=2, share=1, rank=0):
     """Pipeline, one step of one rank: each crossing sends an activation forward, and its gradient
     back. share > 1: each of so many tp ranks sends its part (sequence parallel)."""
-    size, calls = tokens * hidden * itemsize / share, pp_sends(schedule, p, v)[rank]
-    phases = zip(("forward", "backward"), calls)
-    return [Transfer("pp", phase, "send", m * n, size, p) for phase, n in phases if n]
+    ahead, back = pp_sends(schedule, p, v)[rank]
+    names = dict(T=tokens, h=hidden, e=itemsize, m=m, share=share, ahead=ahead, back=back)
+    return transfers("boundary of stages", "pp", p, **names)
 
 
 def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
@@ -1181,31 +1232,11 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
     reduce-scatter in every micro-batch; 3 gathers weights in forward and again in backward of every
     micro-batch: 3/2 of stage 0. replicas > 1 (hybrid): each sum is all-reduced among them too.
     """
-    weight, grad = (params * RECIPES[recipe][part] for part in ("weights", "gradients"))
-    often = m if stage >= 2 else 1
-    reduce = ("backward", "reduce_scatter", often, grad, ranks)
-    if stage == 0:
-        calls = [("backward", "all_reduce", 1, grad, ranks)]
-    elif stage == 3:
-        gathers = [(phase, "all_gather", m, weight, ranks) for phase in ("forward", "backward")]
-        calls = [*gathers, reduce]
-    else:
-        calls = [reduce, ("step", "all_gather", 1, weight, ranks)]
-    calls += [("backward", "all_reduce", often, grad / ranks, replicas)] * (stage > 0)
-    return [Transfer("dp", *call, True) for call in calls if call[-1] > 1]
-
-
-def _end_traffic(model, lo, layers, size, tokens):
-    """Tensor parallelism around the blocks, one micro-batch: embedding, head and loss of a rank."""
-    call = lambda phase, what, n=1, size=size: Transfer("tp", phase, what, n, size, lo.tp)
-    back = [call("backward", "all_gather")] * (lo.sp and lo.gather == "again")
-    first = [call("forward", "reduce_scatter"), call("backward", "all_gather")]
-    last = [call("forward", "all_gather"), call("backward", "reduce_scatter"), *back]
-    if not lo.sp:
-        first, last = [call("forward", "all_reduce")], [call("backward", "all_reduce")]
-    last.append(call("forward", "all_reduce", 3, 4 * tokens))  # a maximum, a sum and a logit
-    ends = first * (-1 in layers) + last * (model.layers in layers)
-    return ends if lo.tp > 1 else []
+    weight, grad = (RECIPES[recipe][part] for part in ("weights", "gradients"))
+    names = dict(P=params, w=weight, g=grad, z=stage, m=m)
+    calls = transfers("zero", "dp", ranks, True, **names)
+    names["P"] /= ranks
+    return calls + transfers("replicas of a shard", "dp", replicas, True, **names)
 
 
 def _copies_traffic(model, lo, layers):
@@ -1239,19 +1270,22 @@ def traffic(model, layout, rank=0):
     """Everything that a rank of pipeline rank `rank` sends in a step: a list of `Transfer`. Latent
     attention is counted with the f/g pair of ordinary attention."""
     lo, layers, names = layout, placed_layers(model, layout)[rank], symbols(model, layout)
-    T, u, h, e, again = names["T"], names["u"], model.hidden, lo.itemsize, lo.gather == "again"
-    out = _end_traffic(model, lo, layers, T * h * e, T)
+    T, u, h, e = (names[letter] for letter in "Tuhe")
+    how = dict(regather=lo.gather == "again", recompute=lo.recompute)
+    end = partial(transfers, axis="tp", ranks=lo.tp, T=T, h=h, e=e, sp=lo.sp, **how)
+    out = end("embedding over tp") * (-1 in layers)
+    out += end("head and loss over tp") * (model.layers in layers)
     for layer in (x for x in layers if 0 <= x < model.layers):
         moe = model.is_moe(layer)
-        shape = e, lo.sp, again, lo.recompute, 1 if moe and not model.shared_ffn else 2, not moe
-        out += tp_layer_traffic(T, h, lo.tp, *shape)
+        pairs = 1 if moe and not model.shared_ffn else 2
+        out += tp_layer_traffic(T, h, lo.tp, e, lo.sp, pairs=pairs, last=not moe, **how)
         sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
-        out += cp_traffic(lo.cp_variant, *sizes, regather=again, recompute=lo.recompute)
+        out += cp_traffic(lo.cp_variant, *sizes, **how)
         if moe:
-            shape = e, True, again, lo.recompute, 1, False
-            out += tp_layer_traffic(T // u * lo.etp, h, lo.etp, *shape)
-            rows = T // u * lo.etp, model.top_k, h, lo.ep, e, None, lo.recompute, model.experts
-            out += ep_traffic(*rows)
+            rows = T // u * lo.etp
+            out += tp_layer_traffic(rows, h, lo.etp, e, True, pairs=1, last=False, **how)
+            sizes = rows, model.top_k, h, lo.ep, e
+            out += ep_traffic(*sizes, recompute=lo.recompute, experts=model.experts)
     out = [replace(x, count=x.count * lo.m) for x in out] + _copies_traffic(model, lo, layers)
     out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u, rank)
     parts = local_parameters(model, lo, layers)
@@ -1601,11 +1635,16 @@ _COLOURS = "#0072B2 #E69F00 #000000 #56B4E9 #D55E00 #999999 #009E73 #CC79A7".spl
 _HATCHES = ["", "//", "", "..", "xx", "", "\\\\", "++"]
 
 
-def _lines(ax, curves):
-    """{label: (x, y)} as lines that differ in dash and marker too."""
+def _lines(ax, curves, ticks=()):
+    """{label: (x, y)} as lines that differ in dash and marker too; with ticks {x: word}, to
+    logarithmic scales."""
     for i, (label, (x, y)) in enumerate(curves.items()):
         style = dict(color=_COLOURS[i % 8], linestyle=("-", "--", ":", "-.")[i % 4], markersize=4)
         ax.plot(x, y, marker="os^vDPX*"[i % 8], label=label, **style)
+    if ticks:
+        ax.set(xscale="log", yscale="log")
+        ax.set_xticks([*ticks], ticks.values())
+        ax.yaxis.set_major_formatter("{x:,g}")
 
 
 def plot_bubbles(ax, model, layout):
@@ -1648,10 +1687,9 @@ def plot_zero(ax, model, layout):
     """State bytes per rank against data-parallel ranks, for the four stages of ZeRO."""
     ranks, n = [2**i for i in range(0, 11)], count_parameters(model)
     sizes = lambda stage: [zero_bytes(n, r, stage, layout.recipe) / GiB for r in ranks]
-    _lines(ax, {f"ZeRO-{stage}" if stage else "DDP": (ranks, sizes(stage)) for stage in range(4)})
-    ax.set(xscale="log", yscale="log", xlabel="data-parallel ranks", ylabel="GiB of state per rank")
-    ax.set_xticks(ranks, ranks)
-    ax.yaxis.set_major_formatter("{x:,g}")
+    curves = {f"ZeRO-{stage}" if stage else "DDP": (ranks, sizes(stage)) for stage in range(4)}
+    _lines(ax, curves, dict(zip(ranks, ranks)))
+    ax.set(xlabel="data-parallel ranks", ylabel="GiB of state per rank")
     ax.set(title=f"{model.name}, {layout.recipe}: weights, gradients and optimizer")
 
 
@@ -1664,14 +1702,10 @@ def plot_activations(ax, model, layout):
         change = dict(attention=attention, recompute=recompute, batch=1)
         layouts = [replace(layout, seq=length, **change) for length in lengths]
         kept = lambda lo: sum(total(kept_activations(model, lo, x)) for x in range(model.layers))
-        curves[f"{attention} attention, recompute {recompute}"] = (
-            lengths,
-            [kept(x) / GiB for x in layouts],
-        )
-    _lines(ax, curves)
-    ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB, all layers")
-    ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
-    ax.yaxis.set_major_formatter("{x:,g}")
+        name = f"{attention} attention, recompute {recompute}"
+        curves[name] = lengths, [kept(x) / GiB for x in layouts]
+    _lines(ax, curves, {length: f"{length // 1024}K" for length in lengths})
+    ax.set(xlabel="tokens in the sequence", ylabel="GiB, all layers")
     ax.set(title=f"{model.name}: kept for backward, one sequence on tp {layout.tp}")
 
 
@@ -1824,10 +1858,11 @@ def run_bubble(
     b = bubble(schedule, p, m, v, costs)
     percent = lambda x: None if x is None else 100 * x
     rows = [
-        {"of": "first start to last end", "time": b.makespan, "idle": b.idle}
-        | {"% of ideal": percent(b.ratio), "% of all": percent(b.fraction)},
-        {"of": "longest span of a rank", "time": b.span, "idle": b.span_idle}
-        | {"% of ideal": percent(b.span_ratio), "% of all": percent(b.span_fraction)},
+        {"of": of, "time": time, "idle": idle, "% of ideal": percent(r), "% of all": percent(f)}
+        for of, time, idle, r, f in (
+            ("first start to last end", b.makespan, b.idle, b.ratio, b.fraction),
+            ("longest span of a rank", b.span, b.span_idle, b.span_ratio, b.span_fraction),
+        )
     ]
     few = [*range(p)] if p <= 16 else [*range(8), p - 1]
     held = [f"{float(in_flight(schedule, p, m, v, rank)):g} on {rank}" for rank in few]
