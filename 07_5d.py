@@ -44,6 +44,7 @@ from collections import Counter, defaultdict, namedtuple
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -288,12 +289,15 @@ class Model:
         return (1 + self.twins) * stage_ranks // self.grid.size(split)
         # /Q7.3
 
-    def parameters(self):
-        """How many parameters all ranks hold together, each counted once."""
-        mine = sum(
-            shape.numel() / self.copies(self.kinds[name])
-            for name, shape in self.shapes.items() if self.kinds[name] != "copy"
-        )  # fmt: skip
+    def parameters(self, active=False):
+        """How many parameters all ranks hold together, each counted once; of the experts, if
+        active, only as many as a token goes to."""
+        mine = 0
+        for name, shape in self.shapes.items():
+            kind = self.kinds[name]
+            rests = active and kind == "expert"
+            share = self.args.top_k / self.args.experts if rests else kind != "copy"
+            mine += share * shape.numel() / self.copies(kind)
         count = torch.tensor(mine, dtype=torch.float64, device=self.device)
         # all_reduce(SUM) over all ranks, 1
         dist.all_reduce(count, group=self.grid["pp dp cp tp"])
@@ -396,14 +400,13 @@ def save(model, step, folder):
     It appears under its name only when all ranks have written and synced theirs: whatever is killed
     whenever, the last complete one stays. `folder` must be one that all machines share.
     """
-    world, folder = model.grid["pp dp cp tp"], Path(folder)
-    final, partial_ = folder / f"step_{step:08}", folder / f"step_{step:08}.partial"
-    me = model.grid.me
+    world, me, folder = model.grid["pp dp cp tp"], model.grid.me, Path(folder)
+    final, aside = folder / f"step_{step:08}", folder / f"step_{step:08}.partial"
     if me == 0:
-        shutil.rmtree(partial_, ignore_errors=True)
-        partial_.mkdir(parents=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
     dist.barrier(group=world)
-    file = partial_ / f"rank_{me:05}.pt"
+    file = aside / f"rank_{me:05}.pt"
     mine = {"pieces": list(pieces(model)), "random": torch.get_rng_state()}
     content = io.BytesIO()
     torch.save(mine, content)
@@ -418,8 +421,8 @@ def save(model, step, folder):
         about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args)}
         content = json.dumps({**about, "files": files}).encode()
         seal = hashlib.sha256(content).hexdigest().encode()
-        write_synced(partial_ / "manifest", seal + b"\n" + content)
-        partial_.rename(final)
+        write_synced(aside / "manifest", seal + b"\n" + content)
+        aside.rename(final)
         sync_folder(folder)
         for old in checkpoints(folder)[:-2]:
             shutil.rmtree(old)
@@ -466,21 +469,22 @@ def pieces(model):
 
 def checkpoints(folder):
     """Complete checkpoints, oldest first."""
-    return sorted(p for p in Path(folder).glob("step_*") if p.suffix != ".partial")
+    return sorted(Path(folder).glob("step_" + 8 * "[0-9]"))
 
 
 def newest(folder):
     """(path, manifest) of the newest checkpoint; None where there is none. Raises ValueError, with
     the file's name, where one of its files is missing, truncated or altered."""
-    found = checkpoints(folder)
-    if not found:
+    complete = checkpoints(folder)
+    if not complete:
         return None
-    seal, _, content = read_whole(found[-1] / "manifest").partition(b"\n")
-    check_digest(found[-1] / "manifest", content, seal.decode(errors="replace"))
+    path = complete[-1]
+    seal, _, content = read_whole(path / "manifest").partition(b"\n")
+    check_digest(path / "manifest", content, seal.decode(errors="replace"))
     manifest = json.loads(content)
     for name, digest in manifest["files"].items():
-        check_digest(found[-1] / name, read_whole(found[-1] / name), digest)
-    return found[-1], manifest
+        check_digest(path / name, read_whole(path / name), digest)
+    return path, manifest
 
 
 def read_whole(file):
@@ -500,15 +504,15 @@ def check_digest(file, content, digest):
 def load(model, folder):
     """Take parameters and optimizer state from the newest checkpoint, whatever grid wrote it, and
     on the same grid this rank's random state. Returns the step to go on with, 0 without any."""
-    if not (found := newest(folder)):
+    if not (checkpoint := newest(folder)):
         return 0
-    path, manifest = found
-    found = defaultdict(lambda: defaultdict(dict))  # name, tensor, then cut: its pieces
+    path, manifest = checkpoint
+    written = defaultdict(lambda: defaultdict(dict))  # name, tensor, then cut: its pieces
     for file in manifest["files"]:
         saved = torch.load(path / file, map_location="cpu", weights_only=True)
         for name, cut, span, tensors in saved["pieces"]:
             for key, tensor in tensors.items() if name in model.named or "bias_E" in name else ():
-                found[name][key].setdefault(cut, []).append((span, tensor))
+                written[name][key].setdefault(cut, []).append((span, tensor))
         if file == f"rank_{model.grid.me:05}.pt" and manifest["grid"] == model.grid.sizes:
             torch.set_rng_state(saved["random"])
     state, groups = {}, model.optimizer.param_groups
@@ -517,15 +521,14 @@ def load(model, folder):
         for stage in model.stages.values():
             whole.enter_context(zero.gathered(stage))  # what ZeRO-3 has cut, to be written
         for index, (name, param) in enumerate(named):
-            local = {key: resharded(model, name, cuts) for key, cuts in found[name].items()}
+            local = {key: resharded(model, name, cuts) for key, cuts in written[name].items()}
             master = local.pop("param")
             param.copy_(master)
             state[index] = {**local, **({"master": master} if param.dtype != master.dtype else {})}
     for stage in model.stages.values():
         for name, buffer in stage.named_buffers():
-            if name in found:
-                buffer.copy_(found[name]["param"][0, 1][0][1])
-    groups = [model.optimizer._options(group) for group in groups]
+            if name in written:
+                buffer.copy_(written[name]["param"][0, 1][0][1])
     model.optimizer.load_state_dict({"state": state, "param_groups": groups})
     return manifest["step"]
 
@@ -559,13 +562,13 @@ RECOMPUTE = "none", "selective", "full"
 
 
 def sent_by_formula(model, x_BS, plans):
-    """{axis: bytes that this rank sends in Model.gradients}; plans: of each MoE forward, in order.
+    """{axis: bytes} that this rank sends in Model.gradients; plans: of each MoE forward, in order.
     By axis, not by group: dp has all reductions over replicas, "all" the two totals."""
     args, grid, e = model.args, model.grid, model.optimizer.shards[0].own.element_size()
-    n_tp, n_cp, size = grid.size("tp"), grid.size("cp"), grid.size
+    size, n_tp, n_cp, sent = grid.size, grid.size("tp"), grid.size("cp"), Counter()
     part, wide = lambda n: (n - 1) / n, max(e, 4)
-    b, s = x_BS.shape[0] // args.micro_batches // size("dp"), x_BS.shape[1] // n_cp
-    sent, m = Counter(), args.micro_batches
+    m, (B, S) = args.micro_batches, x_BS.shape
+    b, s = B // m // size("dp"), S // n_cp
     X, d = b * s * args.width * e, args.width // args.heads
     around = part(n_tp) * X  # one reduce-scatter or all-gather of this rank's tokens
     for stage in model.stages.values():
@@ -599,35 +602,42 @@ def sent_by_formula(model, x_BS, plans):
         sent["pp"] += sum(param.nbytes for param in model.named.values())
     elif args.tied and len(ends) == 2 and grid.at["pp"] in ends:
         sent["pp"] += model.named["embedding.weight"].nbytes
-    over, squares = defaultdict(int), 8 * len(model.optimizer.param_groups)
+    sent["dp"] = sent_to_replicas(model, e)
+    sent["all"] = 2 * part(size("pp dp cp tp")) * 16
+    return sent
+
+
+def sent_to_replicas(model, e):
+    """Bytes of gradients, of elements of e bytes, and of what else a step sums over replicas."""
+    args, size, m = model.args, model.grid.size, model.args.micro_batches
+    part, over, sent = lambda n: (n - 1) / n, defaultdict(int), 0
     for name, shape in model.shapes.items():
         over[model.table[model.kinds[name]][1]] += shape.numel()
+    squares = 8 * len(model.optimizer.param_groups)
     for axes, P in over.items():
         n = size(axes)
         padded = -(-P // n) * n if args.zero else P
-        sent["dp"] += part(n) * (2 * squares if args.zero else 0)
-        sent["dp"] += part(n) * {0: 2, 1: 1, 3: 0}[args.zero] * padded * e  # 1 gathers in step()
+        sent += part(n) * (2 * squares if args.zero else 0)
+        sent += part(n) * {0: 2, 1: 1, 3: 0}[args.zero] * padded * e  # 1 gathers in step()
     for unit in model.optimizer.shards if args.zero == 3 else ():
         row = -(-sum(shape.numel() for shape in unit.shapes) // unit.n) * e
-        sent["dp"] += 3 * m * (unit.n - 1) * row  # gathered twice, reduced once, each micro-batch
-        sent["dp"] += 2 * 8 * (size("dp cp") - 1)  # once: do all ranks enter the same unit?
-    sent["dp"] += 2 * part(size("dp cp")) * 8
+        sent += 3 * m * (unit.n - 1) * row  # gathered twice, reduced once, each micro-batch
+        sent += 2 * 8 * (size("dp cp") - 1)  # once: do all ranks enter the same unit?
+    sent += 2 * part(size("dp cp")) * 8  # how many tokens are valid
     routers = sum(router.balance > 0 for router in model.routers)
     among = size("dp cp tp" if args.sp else "dp cp")
-    sent["dp"] += m * routers * 2 * part(among) * 8 * args.experts  # counts, for the balance loss
-    sent["all"] = 2 * part(size("pp dp cp tp")) * 16
-    return sent
+    return sent + m * routers * 2 * part(among) * 8 * args.experts  # counts, for the balance loss
 
 
 def sent_by_axis(ledger, grid):
     """{axis: bytes} of a ledger's events, by the group each went over."""
     axis_of = {"dp cp": "dp", "dp cp tp": "dp", "edp": "dp", "edp tp": "dp", "pp dp cp tp": "all"}
     names = {grid[axes].group_name: axis_of.get(axes, axes) for axes in grid.GROUPS}
-    found = Counter()
+    sent = Counter()
     for event in ledger.events:
         if event.sent:
-            found[names[event.group]] += event.sent
-    return found
+            sent[names[event.group]] += event.sent
+    return sent
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────
@@ -699,14 +709,14 @@ def proof(args, grid, device):
     yield dp.Row("every gradient", largest_error(local_gradients(model), wanted, model))
     yield dp.Row("loss", abs(loss / wanted_loss - 1))
     yield dp.Row("norm of the gradient", abs(norm / wanted_norm - 1))
-    found, formula = sent_by_axis(ledger, grid), sent_by_formula(model, batch[0], plans)
+    sent, formula = sent_by_axis(ledger, grid), sent_by_formula(model, batch[0], plans)
     for axis in AXES if args.recompute == "none" else ():
-        yield dp.Row(f"bytes over {axis}", 0.0, sent=(found[axis], formula[axis]))
+        yield dp.Row(f"bytes over {axis}", 0.0, sent=(sent[axis], formula[axis]))
     model.optimizer.step()
-    found = held(model), held_by_formula(model, twin)
-    yield dp.Row("bytes of weights and AdamW's state", 0.0, held=found)
-    found = kept_by_block(args, grid, device, "full")
-    yield dp.Row("kept by a block, recomputed in full", 0.0, held=found)
+    bytes_held = held(model), held_by_formula(model, twin)
+    yield dp.Row("bytes of weights and AdamW's state", 0.0, held=bytes_held)
+    kept = kept_by_block(args, grid, device, "full")
+    yield dp.Row("kept by a block, recomputed in full", 0.0, held=kept)
 
     sgd = dict(optimizer_class=torch.optim.SGD, lr=0.1)
     model, twin = Model(args, grid, device, **sgd), twin_of(model, **sgd)
@@ -714,8 +724,8 @@ def proof(args, grid, device):
         for each in (model, twin):
             each.step(*batch, rate=0.1)
     state = model.optimizer.local_state()
-    found = [(name, span, tensors["param"]) for name, span, tensors in state]
-    yield dp.Row("weights after three SGD steps", largest_error(found, twin.named, model))
+    weights = [(name, span, tensors["param"]) for name, span, tensors in state]
+    yield dp.Row("weights after three SGD steps", largest_error(weights, twin.named, model))
     yield from wrong_on_purpose(args, grid, device, batch, twin_of(model), wanted, wanted_norm)
 
 
@@ -813,45 +823,54 @@ def untied_gradients(twin, batch):
 
 
 def train(args, grid, device):
-    """Train on text; print the loss beside the unigram entropy, and what a step sends by axis."""
+    """Train on text. A line every few steps, and wherever the last is ten seconds old: loss, norm,
+    tokens/s, time left, bytes sent by axis; now and then, the loss of text that was held out."""
     text = dp.read_text(args.text, 0)
     training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]
     model = Model(args, grid, device, weight_decay=0.1, betas=(0.9, 0.95))
     first = load(model, args.resume) if args.resume else 0
-    P = model.parameters()
+    P, active = model.parameters(), model.parameters(active=True)
     dp.say(
-        f"\n{P:,} parameters; unigram entropy of the text {dp.unigram_entropy(text):.3f}"
+        f"\n{P:,} parameters, {active:,} of them active; "
+        f"unigram entropy of the text {dp.unigram_entropy(text):.3f}"
         + (f"; going on from step {first}" if first else "")
     )
     axes = "".join(f"{axis:>10}" for axis in AXES)
-    dp.say(f"step   loss   norm   tokens/s{axes}   bytes that rank 0 sent")
+    dp.say(f"step        loss   norm   tokens/s    left{axes}   bytes that rank 0 sent")
+    unseen = dp.sample(held_out, 0, args.batch, args.length)
+    validation = lambda: dp.say(f"loss of text that was held out {model.evaluate(*unseen):.3f}")
+    began = said = time.perf_counter()
     for step in range(first, args.steps):
+        if step % args.validate_every == 0:
+            validation()
         started = time.perf_counter()
-        x_BS, y_BS = dp.sample(training, step, args.batch, args.length)
         with dp.Ledger() as ledger:
-            loss, norm = model.step(x_BS, y_BS, rate_at(step, args))
+            batch = dp.sample(training, step, args.batch, args.length)
+            loss, norm = model.step(*batch, rate_at(step, args))
+        now, done, to_do = time.perf_counter(), step + 1 - first, args.steps - step - 1
         if not math.isfinite(norm):
-            dp.say(f"{step:4}  skipped on every rank: the gradient's norm is {norm}")
-        elif step % args.print_every == 0 or step == args.steps - 1:
-            rate = args.batch * args.length / (time.perf_counter() - started)
+            dp.say(f"{step + 1:4} skipped on every rank: the gradient's norm is {norm}")
+        elif done == 1 or (step + 1) % args.print_every == 0 or not to_do or now - said > 10:
+            rate, left, said = args.batch * args.length / (now - started), (now - began) / done, now
             sent = "".join(f"{sent_by_axis(ledger, grid)[axis]:10,.0f}" for axis in AXES)
-            dp.say(f"{step:4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}{sent}{utilisation(P, rate)}")
-        if args.save and ((step + 1) % args.save_every == 0 or step == args.steps - 1):
+            dp.say(f"{step + 1:4}/{args.steps:<4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}"
+                   f"{left * to_do:7.0f}s{sent}{utilisation(active, rate)}")  # fmt: skip
+        if args.save and ((step + 1) % args.save_every == 0 or not to_do):
             save(model, step + 1, args.save)
-    x_BS, y_BS = dp.sample(held_out, 0, args.batch, args.length)
-    dp.say(f"loss of text that was held out {model.evaluate(x_BS, y_BS):.3f}")
+    validation()
     return 0
 
 
-def utilisation(P, rate):
-    """Model FLOPs utilisation by 6 P a token, experts that rest included, where a peak is known."""
+def utilisation(active, rate):
+    """Model FLOPs utilisation at `rate` tokens/s, where a peak is known: 6 FLOPs a token and active
+    parameter, experts that rest and attention's scores not counted."""
     if not torch.cuda.is_available():
         return ""
     try:
         peak = importlib.import_module("memory_math").peak_flops(torch.cuda.get_device_name())
     except ValueError:
         return ""
-    return f"   MFU {6 * P * rate / (peak * dist.get_world_size()):.1%}"
+    return f"   MFU {6 * active * rate / (peak * dist.get_world_size()):.1%}"
 
 
 def main(args, device):
@@ -873,81 +892,88 @@ def n_stages(args):
 
 def validate(args, ranks):
     """Refuse, in a sentence with the numbers, what cannot work."""
+    for wrong, why in chain(about_grid(args, ranks), about_model(args), about_folders(args)):
+        if wrong:
+            raise ValueError(why)
+
+
+def about_grid(args, ranks):
+    """(is it so, why it cannot work) of the numbers alone, and of the ranks."""
     sizes = {axis: getattr(args, axis) for axis in ("pp", "dp", "cp", "tp")}
     least = dict.fromkeys(("ep", *sizes, *(name.replace("-", "_") for name in NUMBERS)), 1)
     for name, at_least in {**least, "top_k": args.top_k, "experts": 0, "steps": 0}.items():
-        if getattr(args, name) < at_least:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise ValueError(f"{flag}: at least {at_least} is needed")
-    if not 0 < args.rate < math.inf:
-        raise ValueError(f"--rate {args.rate}: a rate is more than 0")
+        flag, n = f"--{name.replace('_', '-')}", getattr(args, name)
+        yield n < at_least, f"{flag} {n}: at least {at_least} is needed"
+    yield not 0 < args.rate < math.inf, f"--rate {args.rate}: a rate is more than 0"
     product = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
-    if math.prod(sizes.values()) != ranks:
-        raise ValueError(f"{product} = {math.prod(sizes.values())}, and there are {ranks} ranks")
-    if sorted(args.order.split()) != sorted(sizes):
-        raise ValueError(f"--order {args.order!r}: name each of pp, dp, cp and tp once")
-    if (args.dp * args.cp) % args.ep:
-        fit = [n for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
-        plane = f"--dp {args.dp} x --cp {args.cp}"
-        raise ValueError(f"--ep {args.ep} does not divide {plane}: use one of {fit}")
-    if args.experts and args.experts % args.ep:
-        raise ValueError(f"--ep {args.ep} does not divide --experts {args.experts}")
-    if args.experts and not 1 <= args.top_k <= args.experts:
-        raise ValueError(f"--top-k {args.top_k}: choose from 1 to {args.experts} experts")
-    kinds = {op.kind for cells in make_schedule(args, args.pp) for cell in cells for op in cell}
-    if args.schedule == "dualpipe" and args.experts and args.balance == "bias":
-        raise ValueError(
-            "--schedule dualpipe --balance bias: each of the two copies of a router would learn "
-            "from its own half of the micro-batches: say --balance aux"
-        )
-    if args.zero == 3 and args.recompute == "full" and args.sp and args.tp > 1:
-        raise ValueError("--zero 3 --recompute full: under SP norms are units: say --no-sp")
-    if args.zero == 3 and "W" in kinds:
-        raise ValueError(f"--zero 3 reduces in backward, which --schedule {args.schedule} splits")
-    if args.zero == 3 and args.experts:
-        raise ValueError("--zero 3 shards dense models: say --experts 0, or --zero 1")
-    if args.zero == 3 and args.tied and args.pp > 1:
-        raise ValueError(f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied")
-    if args.tp > args.kv_heads or args.kv_heads % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
+    n = math.prod(sizes.values())
+    yield n != ranks, f"{product} = {n}, and there are {ranks} ranks"
+    named = sorted(args.order.split()) == sorted(sizes)
+    yield not named, f"--order {args.order!r}: name each of pp, dp, cp and tp once"
+    fit = [n for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
+    plane = f"--dp {args.dp} x --cp {args.cp}"
+    yield args.ep not in fit, f"--ep {args.ep} does not divide {plane}: use one of {fit}"
+
+
+def about_model(args):
+    """The same of what the model, its schedule and its switches ask of the grid."""
+    E, k, sp = args.experts, args.top_k, args.sp and args.tp > 1
+    yield E % args.ep, f"--ep {args.ep} does not divide --experts {E}"
+    yield E and not 1 <= k <= E, f"--top-k {k}: choose from 1 to {E} experts"
+    schedule = make_schedule(args, args.pp)
+    yield args.schedule == "dualpipe" and E and args.balance == "bias", (
+        "--schedule dualpipe --balance bias: each of the two copies of a router would learn from "
+        "its own half of the micro-batches: say --balance aux"
+    )
+    if args.zero == 3:
+        split = any(op.kind == "W" for cells in schedule for cell in cells for op in cell)
+        yield split, f"--zero 3 reduces in backward, which --schedule {args.schedule} splits"
+        recomputed = "--zero 3 --recompute full: under SP norms are units: say --no-sp"
+        yield args.recompute == "full" and sp, recomputed
+        yield E, "--zero 3 shards dense models: say --experts 0, or --zero 1"
+        apart = f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied"
+        yield args.tied and args.pp > 1, apart
+    uneven = args.kv_heads % args.tp
+    yield uneven, f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}"
     tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
     tp.divides(args.tp, hidden=args.hidden)
-    if args.attention == "ulysses" and (args.heads // args.tp) % args.cp:
-        raise ValueError(
-            f"--attention ulysses: --cp {args.cp} does not divide the "
-            f"{args.heads // args.tp} heads that --tp {args.tp} leaves a rank"
-        )
-    pieces = 2 * args.cp * (args.tp if args.sp else 1)
-    if args.length % pieces:
-        raise ValueError(f"--length {args.length} is no multiple of {pieces}: 2 x cp, x tp with SP")
-    if args.batch % (args.micro_batches * args.dp) or args.batch < 1:
-        raise ValueError(
-            f"--batch {args.batch} is no multiple of --micro-batches {args.micro_batches} "
-            f"x --dp {args.dp}"
-        )
-    if n_stages(args) > args.layers:
-        stages = f"{args.schedule} on --pp {args.pp} has {n_stages(args)} stages"
-        raise ValueError(f"--layers {args.layers}: {stages}, of a layer or more each")
+    heads, cp_splits = args.heads // args.tp, f"--attention ulysses: --cp {args.cp} does not divide"
+    uneven = args.attention == "ulysses" and heads % args.cp
+    yield uneven, f"{cp_splits} the {heads} heads that --tp {args.tp} leaves a rank"
+    pieces, m = 2 * args.cp * (args.tp if args.sp else 1), args.micro_batches
+    many = f"--length {args.length} is no multiple of {pieces}: 2 x cp, x tp with SP"
+    yield args.length % pieces, many
+    many = f"--batch {args.batch} is no multiple of --micro-batches {m} x --dp {args.dp}"
+    yield args.batch % (m * args.dp), many
+    stages = f"{args.schedule} on --pp {args.pp} has {n_stages(args)} stages"
+    yield n_stages(args) > args.layers, f"--layers {args.layers}: {stages}, of a layer or more each"
     dp.read_text(args.text, at_least=20 * (args.length + 1))
-    if args.resume and (found := newest(args.resume)):
-        for key, value in found[1]["model"].items():
-            if value != getattr(args, key):
-                given = getattr(args, key)
-                raise ValueError(f"--resume: {found[0]} has {key} {value}, not {given}")
-    elif args.resume and args.resume != args.save:
-        raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
-    if args.save and args.save != args.resume and (kept := checkpoints(args.save)):
-        raise ValueError(f"--save {args.save}: {kept[-1].name} is there; --resume it, or move it")
+
+
+def about_folders(args):
+    """The same of checkpoints: none to go on from, one of another model, one in the way."""
+    path, manifest = (newest(args.resume) if args.resume else None) or (None, None)
+    missing = args.resume and not path and args.resume != args.save
+    yield missing, f"--resume {args.resume}: there is no checkpoint in it"
+    for key, value in manifest["model"].items() if path else ():
+        given = getattr(args, key)
+        yield value != given, f"--resume: {path} has {key} {value}, not {given}"
+    done = manifest["step"] if path else 0
+    few = f"--resume: {path} is of step {done}, past --steps {args.steps}"
+    yield 0 < args.steps < done, few
+    kept = checkpoints(args.save) if args.save and args.save != args.resume else ()
+    yield kept, f"--save {args.save}: {kept and kept[-1].name} is there; --resume it, or move it"
     try:
         if args.save:
             Path(args.save).mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        raise ValueError(f"--save {args.save}: {refused.strerror}") from None
+        yield True, f"--save {args.save}: {refused.strerror}"
 
 
 NUMBERS = {
     "layers": 4, "width": 64, "heads": 8, "kv-heads": 4, "hidden": 128, "experts": 4, "top-k": 2,
     "every": 2, "length": 64, "batch": 16, "micro-batches": 2, "save-every": 10, "print-every": 5,
+    "validate-every": 10,
 }  # fmt: skip
 
 
@@ -978,4 +1004,6 @@ def options(argv=None):
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
+
     dp.launch(main, options(), validate)

@@ -6,14 +6,21 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
+from contextlib import contextmanager, suppress
 from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
-from harness import ROOT, RankFailed, chapter, on_ranks, run_script, start_script
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script
 
 five = chapter("07_5d")
 CPU = torch.device("cpu")
@@ -133,6 +140,26 @@ def test_every_grid_counts_the_parameters_of_one_process():
         for sizes in [(2, 1, 1, 1, 1), (2, 1, 2, 1, 2), (1, 1, 2, 2, 2)]:
             args = options(*sizes, flags=f"{flags} {dualpipe if sum(sizes) == 6 else ''}")
             assert on_ranks(args.ranks, count, args) == [wanted] * args.ranks
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 2, 1, 1, 2)])
+def test_a_token_meets_some_of_the_parameters_and_mfu_counts_no_others(sizes):
+    """By hand, of width 32, 4 layers, every other with 4 experts of 16, of which a token meets 2:
+    ends 256 · 32 + 32; four attentions 32 · 64 + 32 · 32 and norms 64; two MLPs 3 · 32 · 32; two
+    routers 4 · 32, shared experts 3 · 32 · 16, and experts 4 · 3 · 32 · 16."""
+
+    def count():
+        model = five.Model(options(*sizes, flags=TINY), grid_of(options(*sizes)), CPU)
+        active = model.parameters(active=True)
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            with patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3"):
+                return model.parameters(), active, five.utilisation(active, 1e9)
+
+    n = int(np.prod(sizes[:4]))
+    outside = 8224 + 4 * (2048 + 1024 + 64) + 2 * 3072 + 2 * (128 + 1536)
+    whole, active = outside + 2 * 6144, outside + 2 * 3072
+    mfu = f"   MFU {6 * active * 1e9 / (n * 989.5e12):.1%}"
+    assert on_ranks(n, count) == [(whole, active, mfu)] * n
 
 
 # ── the grid ─────────────────────────────────────────────────────────────────────────────────
@@ -472,14 +499,41 @@ def test_ck_01_an_unfinished_checkpoint_does_not_exist(tmp_path):
     assert five.newest(tmp_path)[0] == path
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    on_ranks(4, steps, HERE, "", 1, tmp_path)
-    args = five.options([*SHORT.split(), "--width", "128", "--resume", str(tmp_path)])
-    with pytest.raises(ValueError, match="has width 32, not 128"):
-        five.validate(args, 16)
-    args = five.options([*SHORT.split(), "--save", str(tmp_path)])
-    with pytest.raises(ValueError, match="step_00000001 is there"):
-        five.validate(args, 16)
+def test_a_checkpoint_that_this_run_cannot_go_on_from_is_refused(tmp_path):
+    on_ranks(2, steps, (1, 2, 1, 1, 2), "", 3, tmp_path)
+    here = f"--resume {tmp_path}"
+    for flags, says in {
+        f"{here} --width 128": "has width 32, not 128",
+        f"{here} --experts 0 --ep 1": "has experts 4, not 0",
+        f"{here} --experts 8": "has experts 4, not 8",
+        f"{here} --no-tied": "has tied True, not False",
+        f"{here} --text {SCRIPT}": f"has text None, not {SCRIPT}",
+        f"{here} --steps 2": "step_00000003 is of step 3, past --steps 2",
+        f"{here}/step_00000003": "step_00000003: there is no checkpoint in it",
+        f"{here} --zero 3": "--zero 3 shards dense models",
+        f"--save {tmp_path}": "step_00000003 is there; --resume it, or move it",
+        f"--resume {SCRIPT}": "there is no checkpoint in it",
+    }.items():
+        args = five.options([*SHORT.split(), *flags.split()])
+        with pytest.raises(ValueError, match=re.escape(says)):
+            five.validate(args, 16)
+    for flags in ("", "--ep 1", "--tp 1 --ranks 8", "--steps 0", "--steps 3", "--balance aux"):
+        args = five.options([*SHORT.split(), *here.split(), *flags.split()])
+        five.validate(args, args.ranks)
+
+
+def test_what_is_beside_checkpoints_is_neither_read_nor_removed(tmp_path):
+    def save_four():
+        args = options(1, 1, 1, 1, 1, flags=TINY)
+        model = five.Model(args, grid_of(args), CPU)
+        for step in range(1, 5):
+            five.save(model, step, tmp_path)
+
+    (tmp_path / "step_notes").mkdir()
+    on_ranks(1, save_four)
+    assert five.newest(tmp_path)[0].name == "step_00000004"
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"step_notes", "step_00000003", "step_00000004"}
 
 
 # ── as a user runs it ────────────────────────────────────────────────────────────────────────
@@ -493,67 +547,122 @@ def test_the_script_proves_and_trains():
     assert "held out" in done.stdout and "NOT AS CLAIMED" not in done.stdout
 
 
+def test_a_slow_run_says_how_far_it_is_and_how_long_it_will_take():
+    """On a clock that goes 3 s on at each look, a step takes 6 s: a line every other step."""
+
+    def lines():
+        clock, said = iter(range(0, 1000, 3)), []
+        args = options(1, 1, 1, 1, 1, flags=f"{TINY} --steps 9 --print-every 100")
+        args.validate_every = 4
+        with patch.object(five, "time", SimpleNamespace(perf_counter=lambda: next(clock))):
+            with patch.object(five.dp, "say", said.append):
+                five.train(args, grid_of(args), CPU)
+        return said
+
+    (said,) = on_ranks(1, lines)
+    held_out = [i for i, line in enumerate(said) if "held out" in line]
+    steps = [(i, *line.split()) for i, line in enumerate(said) if re.match(r" +\d+/", line)]
+    assert [step[1] for step in steps] == ["1/9", "3/9", "5/9", "7/9", "9/9"]
+    assert [step[5] for step in steps] == ["48s", "36s", "24s", "12s", "0s"]
+    shown = [sum(i < at for i, *_ in steps) for at in held_out]
+    assert shown == [0, 2, 4, 5], "before steps 0, 4 and 8, and at the end"
+
+
 def final_line(text):
-    return re.findall(r"held out ([\d.]+)", text)
+    return re.findall(r"held out ([\d.]+)", text)[-1:]
+
+
+FEW = [*SMALL, *TINY.split(), "--steps", "40", "--save-every", "2", "--validate-every", "100"]
+
+
+def train_only(args, device):
+    return five.train(args, grid_of(args, timeout=args.timeout), device)
+
+
+@contextmanager
+def launched(log, *flags):
+    """The run as the script launches it, its proof apart, forked from here, for that saves ten
+    times the import of torch; what it says is in a file."""
+
+    def run():
+        os.setsid()
+        with open(log, "ab") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
+        five.dp.launch(train_only, five.options([str(word) for word in flags]), five.validate)
+
+    log.write_text("")
+    process = get_context("fork").Process(target=run)
+    process.start()
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 @pytest.mark.slow
 def test_any_rank_killed_at_any_moment_ten_times_and_the_run_ends_as_if_undisturbed(tmp_path):
-    flags = [*SMALL, "--steps", 12, "--save-every", 2]
-    undisturbed = run_script(SCRIPT, *flags, "--save", tmp_path / "calm")
-    assert undisturbed.returncode == 0
-    folder, draw = tmp_path / "stormy", random.Random(0)
-    flags += ["--save", folder, "--resume", folder]
-    for attempt in range(10):
-        with start_script(SCRIPT, *flags) as process:
-            children = f"/proc/{process.pid}/task/{process.pid}/children"
-            for line in process.stdout:
-                if line.startswith("step"):
-                    break
-            time.sleep(draw.random() * 1.5)
-            with open(children) as listed:
-                ranks = listed.read().split()
-            if not ranks:  # it was faster, and is done
-                break
+    """Each attempt is killed within its first few steps, so that ten do not finish the run."""
+    log, folder, draw, best = tmp_path / "log", tmp_path / "stormy", random.Random(0), 0
+    with launched(log, *FEW, "--save", tmp_path / "calm") as process:
+        process.join(60)
+    undisturbed = final_line(log.read_text())
+    assert process.exitcode == 0 and undisturbed
+    for _ in range(10):
+        with launched(log, *FEW, "--save", folder, "--resume", folder) as process:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            lines, ranks, deadline = draw.randint(0, 3), [], time.monotonic() + 30
+            while len(ranks) < 4 or log.read_text().count("/40") < lines:
+                assert time.monotonic() < deadline and process.is_alive(), log.read_text()
+                time.sleep(0.01)
+                ranks = children.read_text().split()
+            time.sleep(draw.random() * 0.2)
             os.kill(int(draw.choice(ranks)), signal.SIGKILL)
-            killed = time.monotonic()
-            err = process.communicate(timeout=60)[1]
-            assert time.monotonic() - killed < 30
-            assert process.returncode == 1 and "SIGKILL" in err, err
-        if found := five.checkpoints(folder):
+            process.join(30)
+            assert process.exitcode == 1 and "SIGKILL" in log.read_text(), log.read_text()
+        if five.checkpoints(folder):
             path, manifest = five.newest(folder)
-            assert path == found[-1] and manifest["step"] > 0
-    done = run_script(SCRIPT, *flags)
-    assert done.returncode == 0, done.stderr
-    assert final_line(done.stdout) == final_line(undisturbed.stdout) != []
+            assert best <= manifest["step"] < 40
+            best = manifest["step"]
+    assert best > 0
+    with launched(log, *FEW, "--save", folder, "--resume", folder) as process:
+        process.join(60)
+    assert process.exitcode == 0 and "going on from step" in log.read_text()
+    assert final_line(log.read_text()) == undisturbed
 
 
 @pytest.mark.slow
 def test_torchrun_recovers_by_itself(tmp_path):
-    """A rank kills itself once, in the first attempt, after the first checkpoint."""
+    """A rank kills itself once, in the first attempt, after the second checkpoint."""
     script = tmp_path / "run.py"
     script.write_text(f"""
 import importlib, os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-five = importlib.import_module("07_5d")
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from test_07_5d import five, train_only
 save = five.save
 def save_and_die(model, step, folder):
     save(model, step, folder)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and model.grid.me == 1 and step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 five.save = save_and_die
-five.dp.launch(five.main, five.options(), five.validate)
+five.dp.launch(train_only, five.options(), five.validate)
 """)
-    flags = [*SMALL, "--steps", 8, "--save-every", 2]
-    calm = run_script(SCRIPT, *flags)
-    torchrun = ["--standalone", "--nproc-per-node", 4, "--max-restarts", 1]
-    folder = tmp_path / "saved"
+    flags = "--pp 2 --dp 1 --cp 1 --tp 1 --ep 1 --batch 4 --steps 8 --save-every 2".split()
+    folder, log = tmp_path / "saved", tmp_path / "log"
+    with launched(log, *flags, *TINY.split()) as process:
+        process.join(60)
+    calm = final_line(log.read_text())
+    torchrun = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
     done = run_script(
-        script, *flags, "--save", folder, "--resume", folder, torchrun=torchrun, timeout=200
-    )
+        script, *flags, *TINY.split(), "--save", folder, "--resume", folder,
+        torchrun=torchrun, timeout=200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "going on from step 4" in done.stdout
-    assert final_line(done.stdout)[-1:] == final_line(calm.stdout) != []
+    assert final_line(done.stdout) == calm != []
 
 
 def test_ft_01_a_rank_that_raises_is_named():
