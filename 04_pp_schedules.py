@@ -45,7 +45,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from heapq import heappop, heappush
 from pathlib import Path
 from pydoc_data.topics import topics
 from unittest.mock import patch
@@ -65,41 +64,45 @@ __all__ = ["Op", "SCHEDULES", "placement", "simulate", "marginal", "execute", "g
 Op = namedtuple("Op", "kind stage microbatch direction", defaults=(0,))
 
 
-def walk(forwards, backwards, warmup, lag=None):
-    """One rank's list: `warmup` forwards, then one forward and one backward in turn, then the rest.
+def spell(words, tracks):
+    """One rank's list of cells from words: "F" is its next forward, "I" or "B" its next backward,
+    "W" the oldest weight gradient that it owes. A letter names one of several tracks ("Fa"), "&"
+    fuses two into one cell. What has run out is left out, so that words may ask for too much.
 
-    forwards, backwards: (stage, micro-batch) pairs in the order in which this rank takes them.
-    With a lag, backwards are split, and each W comes `lag` backwards after its I.
+    tracks: {letter: (forwards, backwards)}, each (stage, micro-batch[, direction]) in their order.
     """
-    # Q4.1 ** Write the list. Eight schedules are this loop with another warm-up, order and lag.
-    #         hint: there are as many backwards as forwards, which run out `warmup` pairs early
-    cells = [Op("F", *at) for at in forwards[:warmup]]
-    for n, at in enumerate(backwards):
-        cells += [Op("F", *ahead) for ahead in forwards[warmup + n : warmup + n + 1]]
-        cells.append(Op("B" if lag is None else "I", *at))
-        if lag is not None and n >= lag:
-            cells.append(Op("W", *backwards[n - lag]))
-    if lag is not None:
-        cells += [Op("W", *at) for at in backwards[max(0, len(backwards) - lag) :]]
-    # /Q4.1
-    return [(op,) for op in cells]
+    todo, cells = defaultdict(deque), []
+    for letter, (forwards, backwards) in tracks.items():
+        todo["F" + letter] = deque(forwards)
+        todo["B" + letter] = todo["I" + letter] = deque(backwards)
+    for word in words.split():
+        cell = ()
+        # Q4.1 ** Write the list. Eight schedules are this loop with another warm-up, order and lag.
+        #         hint: todo has a queue for each word; an I leaves a W to do, in two of them
+        for part in word.split("&"):
+            if todo[part]:
+                at = todo[part].popleft()
+                cell += (Op(part[0], *at),)
+                if part[0] == "I":
+                    for debt in {"W", part.replace("I", "W")}:
+                        todo[debt].append(at)
+        # /Q4.1
+        cells += [cell] if cell else []
+    return cells
 
 
-def looped(p, m, warmup, v=1, g=None, lag=lambda s: None):
-    """Every rank's list. Chunk c of rank s is stage c·p + s. Micro-batches pass through all chunks
-    of a rank in groups of g, backwards from the last chunk on. warmup, lag: functions of s."""
+def looped(p, m, words, v=1, g=None):
+    """Every rank's list, by words(s) on rank s, whose chunk c is stage c·p + s. Micro-batches pass
+    through all chunks of a rank in groups of g, backwards from the last chunk on."""
     groups = [range(m)[k : k + (g or m)] for k in range(0, m, g or m)]
-
-    def order(s, chunks):
-        return [(c * p + s, i) for group in groups for c in chunks for i in group]
-
-    up, down = range(v), range(v)[::-1]
-    return [walk(order(s, up), order(s, down), warmup(s), lag(s)) for s in range(p)]
+    order = lambda s, chunks: [(c * p + s, i) for group in groups for c in chunks for i in group]
+    track = lambda s: (order(s, range(v)), order(s, range(v)[::-1]))
+    return [spell(words(s), {"": track(s)}) for s in range(p)]
 
 
 def gpipe(p, m):
     """All forwards, then all backwards (Huang et al., arXiv:1811.06965)."""
-    return looped(p, m, warmup=lambda s: m)
+    return looped(p, m, lambda s: "F " * m + "B " * m)
 
 
 def one_f_one_b(p, m):
@@ -108,40 +111,42 @@ def one_f_one_b(p, m):
     # Q4.2 * How many forwards does rank s run before its first pair of F and B? With one too few,
     #        33 units become 54 at p = 4 and m = 8; with one too many, it holds more.
     #        hint: how many stages lie between s and the loss?
-    return looped(p, m, warmup=lambda s: p - 1 - s)
+    return looped(p, m, lambda s: "F " * (p - 1 - s) + "F B " * m)
     # /Q4.2
 
 
 def eager_1f1b(p, m):
     """1F1B that runs a round trip ahead, so that it hides slow links; up to twice its memory."""
-    return looped(p, m, warmup=lambda s: 2 * (p - 1 - s))
+    return looped(p, m, lambda s: "F " * 2 * (p - 1 - s) + "F B " * m)
+
+
+def zb_h1(p, m):
+    """1F1B, W put off to fill the end of the step (Qi et al., arXiv:2401.10241)."""
+    return looped(p, m, lambda s: "F " * (p - 1 - s) + "F I " * s + "F I W " * m)
+
+
+def zb_h2(p, m):
+    """Eager 1F1B, W put off: no rank idles between its first operation and its last (as zb-h1)."""
+    return looped(p, m, lambda s: "F " * 2 * (p - 1 - s) + "F I " * 2 * s + "F I W " * m)
+
+
+def looped_bfs(p, m, v=2):
+    """GPipe with v chunks per rank, breadth first (Lamy-Poirier, arXiv:2211.05953)."""
+    return looped(p, m, lambda s: "F " * m * v + "B " * m * v, v)
 
 
 def interleaved(p, m, v=2, g=None):
     """1F1B with v chunks per rank: 1/v of the bubble (Narayanan et al., arXiv:2104.04473)."""
     g = group_size(p, m, g)
-    return looped(p, m, lambda s: 2 * (p - 1 - s) + (v - 1) * g, v, g)
-
-
-def looped_bfs(p, m, v=2):
-    """GPipe with v chunks per rank, breadth first (Lamy-Poirier, arXiv:2211.05953)."""
-    return looped(p, m, lambda s: m * v, v)
-
-
-def zb_h1(p, m):
-    """1F1B, W put off to fill the end of the step (Qi et al., arXiv:2401.10241)."""
-    return looped(p, m, lambda s: p - 1 - s, lag=lambda s: s)
-
-
-def zb_h2(p, m):
-    """Eager 1F1B, W put off: no rank idles between its first operation and its last (as zb-h1)."""
-    return looped(p, m, lambda s: 2 * (p - 1 - s), lag=lambda s: 2 * s)
+    ahead = lambda s: 2 * (p - 1 - s) + (v - 1) * g
+    return looped(p, m, lambda s: "F " * ahead(s) + "F B " * m * v, v, g)
 
 
 def interleaved_zb(p, m, v=2, g=None):
     """Interleaved 1F1B, W put off, at 1F1B's memory (torch's InterleavedZeroBubble)."""
     g = group_size(p, m, g)
-    return looped(p, m, lambda s: p - 1 - s + (v - 1) * g, v, g, lag=lambda s: s)
+    ahead = lambda s: p - 1 - s + (v - 1) * g
+    return looped(p, m, lambda s: "F " * ahead(s) + "F I " * s + "F I W " * m * v, v, g)
 
 
 def group_size(p, m, g=None):
@@ -163,85 +168,61 @@ def zb_auto(p, m, limit=None, costs=(1, 1, 1, 0), kept=1.0):
     limit = 2 * p - 1 if limit is None else limit
     if limit < 1:
         raise ValueError(f"--limit {limit}: a rank must be allowed one micro-batch")
-    lists, counts, busy = [[] for _ in range(p)], [Counter() for _ in range(p)], [0.0] * p
-    arrival, wake = {}, [(0.0, s) for s in range(p)]  # when a rank looks for something to do
-    while wake:
-        now, s = heappop(wake)
-        if now < busy[s]:
-            continue
-        n = counts[s]
-        held = n["F"] - (1 - kept) * n["I"] - kept * n["W"]
+    lists, free, never = [[] for _ in range(p)], [0.0] * p, math.inf
+    count = [[0, 0, 0] for _ in range(p)]  # I, F and W that a rank has run
+    there = {(kind, end, i): 0 for kind, end in (("F", -1), ("I", p)) for i in range(m)}
 
-        def there(kind, source):
-            absent = math.inf if 0 <= source < p else 0
-            return n[kind] < m and arrival.get((kind, source, n[kind]), absent) <= now
+    def soonest(s):
+        """(start, 0 for I 1 for F 2 for W, s, micro-batch) of what rank s would do next."""
+        i, f, w = count[s]
+        room = f - (1 - kept) * i - kept * w + 1 <= limit + 1e-9
+        arrival = [there.get(("I", s + 1, i), never) if i < f else never]
+        arrival += [there.get(("F", s - 1, f), never) if room else never, 0 if w < i else never]
+        return min((max(free[s], at), k, s, n) for k, (at, n) in enumerate(zip(arrival, (i, f, w))))
 
-        if n["I"] < n["F"] and there("I", s + 1):
-            kind = "I"
-        elif held + 1 <= limit + 1e-9 and there("F", s - 1):
-            kind = "F"
-        elif n["W"] < n["I"]:
-            kind = "W"
-        else:
-            continue
-        busy[s] = end = now + costs["FIW".index(kind)]
-        arrival[kind, s, n[kind]] = end + costs[3]
-        lists[s].append((Op(kind, s, n[kind]),))
-        n[kind] += 1
-        for other, at in ((s, end), (s - 1, end + costs[3]), (s + 1, end + costs[3])):
-            if 0 <= other < p:
-                heappush(wake, (at, other))
+    upcoming = [soonest(s) for s in range(p)]
+    while (chosen := min(upcoming))[0] < never:
+        start, k, s, i = chosen
+        lists[s].append((Op("IFW"[k], s, i),))
+        count[s][k] += 1
+        free[s] = start + (costs[1], costs[0], costs[2])[k]
+        there["IFW"[k], s, i] = free[s] + costs[3]
+        for near in range(max(0, s - 1), min(p, s + 2)):
+            upcoming[near] = soonest(near)
     return lists
 
 
-def spell(words, **chunks):
-    """A rank's list from words: "Fa" is the next forward of chunk a, "W" the oldest weight gradient
-    still owed, "Fa&Bb" a fused cell. chunks: letter=(stage, direction, its micro-batches). Words
-    beyond a chunk's last micro-batch are left out, so a rule for many gives the list for few."""
-    taken, owed, cells = Counter(), [], []
-    for word in words.split():
-        cell = ()
-        for kind, *letter in word.split("&"):
-            if kind == "W":
-                letter, i = next(debt for debt in owed if debt[0] in letter or not letter)
-                owed.remove((letter, i))
-            else:
-                letter, way = letter[0], "up" if kind == "F" else "down"
-                i, taken[way, letter] = taken[way, letter], taken[way, letter] + 1
-                owed += [(letter, i)] if kind == "I" else []
-            stage, direction, microbatches = chunks[letter]
-            cell += tuple(Op(kind, stage, j, direction) for j in microbatches[i : i + 1])
-        cells += [cell] if cell else []
-    return cells
+def folded(p, m, words):
+    """Every rank's list, by words(s). The stages go down the ranks and back up: rank s holds stage
+    s, its track a, and stage 2p-1-s, its track b."""
+    track = lambda stage: 2 * [[(stage, i) for i in range(m)]]
+    return [spell(words(s), dict(a=track(s), b=track(2 * p - 1 - s))) for s in range(p)]
 
 
 def zb_v(p, m):
-    """ZB-H2's bubble at 1F1B's memory: stages go down the ranks and back up, rank s holds s and
-    2p-1-s (Qi et al., arXiv:2405.15362)."""
-    lists, n = [], max(m, 2 * p - 1)
-    for s in range(p):
-        words = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
-        words += "Fa Ia Wa Fb Ib Wb " * (n - 2 * p + s + 1) + "Ia Wa Fb Ib Wb " * (p - s - 1)
-        words += "Ia Ib " * s + "Ia Wa " * (p - s) + "Wb " * s + "Wa " * s
-        lists.append(spell(words, a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m))))
-    return lists
+    """ZB-H2's bubble at 1F1B's memory (Qi et al., arXiv:2405.15362)."""
+
+    def words(s):
+        start = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
+        steady = "Fa Ia Wa Fb Ib Wb " * (max(m, 2 * p - 1) - p)
+        return start + steady + "Ia Ib " * s + "Ia Wa " * (p - s) + "Wb " * s + "Wa " * s
+
+    return folded(p, m, words)
 
 
 def _dual_words(s, h, n):
-    """DualPipe's eight phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
+    """DualPipe's phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
     micro-batches per chunk, 2h or more. At the fold the first F and B stay two cells: fused, the
     forward would wait for the gradient, and all ranks for the forward."""
-    words = "Fa " * (2 * (h - s - 1)) + "Fa Fb " * (s + 1) + "Ib Wb Fb " * (h - s - 1)
-    words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - 2 * h + s)
-    words += "Bb Fb&Ba " * (h - s - 1)
+    words = "Fa " * 2 * (h - s - 1) + "Fa Fb " * (s + 1) + "Ib W Fb " * (h - s - 1)
+    words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - h - 1)
     words += "".join(f"{'B' if k <= s else 'I'}{'ba'[k % 2]} " for k in range(2 * s + 2))
     return words + "W Ia " * (h - s - 1) + "W " * (s + 1)
 
 
 def dualpipev(p, m):
     """DualPipe cut in half: ZB-V's placement, and one copy of the weights."""
-    chunks = [dict(a=(s, 0, range(m)), b=(2 * p - 1 - s, 0, range(m))) for s in range(p)]
-    return [spell(_dual_words(s, p, max(m, 2 * p)), **chunks[s]) for s in range(p)]
+    return folded(p, m, lambda s: _dual_words(s, p, max(m, 2 * p)))
 
 
 def dualpipe(p, m):
@@ -250,11 +231,12 @@ def dualpipe(p, m):
     if p % 2:
         raise ValueError(f"dualpipe folds the ranks in two: --ranks {p} is odd")
     lists, half = [], (m + 1) // 2
-    shares = [(0, range(half)), (1, range(half, m))]
+    track = lambda direction, stage, share: 2 * [[(stage, i, direction) for i in share]]
     for r in range(p):
-        s, upper = min(r, p - 1 - r), r >= p // 2
-        chunks = dict(a=(s, *shares[upper]), b=(p - 1 - s, *shares[not upper]))
-        lists.append(spell(_dual_words(s, p // 2, max(half, p)), **chunks))
+        tracks = [track(0, r, range(half)), track(1, p - 1 - r, range(half, m))]
+        a, b = tracks if r < p // 2 else tracks[::-1]
+        words = _dual_words(min(r, p - 1 - r), p // 2, max(half, p))
+        lists.append(spell(words, dict(a=a, b=b)))
     return lists
 
 
@@ -301,9 +283,9 @@ def receiver(op, place, last):
     return (place[op.direction, stage], stage) if 0 <= stage <= last else (None, None)
 
 
-def show(kind, stage, microbatch, *_):
+def show(*keys):
     """F3.7: the forward of stage 3 on micro-batch 7."""
-    return f"{kind}{stage}.{microbatch}"
+    return [f"{kind}{stage}.{i}" for kind, stage, i, *_ in keys]
 
 
 def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
@@ -321,48 +303,49 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
     """
     if not all(callable(cost) or 0 <= cost < math.inf for cost in costs):
         raise ValueError(f"--costs {costs}: each must be 0 or more, and finite; B is I + W")
-    last = max(stage for _, stage in placement(schedule))
-    prices = dict(F=costs[:1], I=costs[1:2], W=costs[2:3], B=costs[1:3])
-    share = len(schedule) / (last + 1)
+    last = check_whole(schedule)
+    share, prices = len(schedule) / (last + 1), dict(zip("FIW", costs))
 
     def duration(op):
-        at = op.stage, op.microbatch
-        return sum(cost(*at) if callable(cost) else cost * share for cost in prices[op.kind])
+        terms = [prices[kind] for kind in ("IW" if op.kind == "B" else op.kind)]
+        return sum(c(op.stage, op.microbatch) if callable(c) else c * share for c in terms)
 
-    done, asleep, cells = {}, defaultdict(list), []
-    at, clock, awake = [0] * len(schedule), [0.0] * len(schedule), [*range(len(schedule))]
-    while awake:
-        rank = awake.pop()
-        for ops in schedule[rank][at[rank] :]:
-            inputs = [need for op in ops for need in needs(op, last)]
-            missing = next((need for need in inputs if need not in done), None)
-            if missing:
-                asleep[missing].append(rank)
-                break
-            there = [end + costs[3] * (source != rank) for end, source in map(done.get, inputs)]
-            start, at[rank] = max([clock[rank], *there]), at[rank] + 1
-            clock[rank] = start + sum(map(duration, ops))
-            cells.append(Timed(rank, ops, start, clock[rank]))
-            for op in ops:
-                if result(op) in done:
-                    raise ValueError(f"rank {rank} has {show(*op)} a second time")
-                done[result(op)] = clock[rank], rank
-                awake += asleep.pop(result(op), ())
-    _complete(schedule, at, asleep, done, last)
-    return Timeline(sorted(cells, key=lambda cell: (cell.end, cell.start)), kept)
-
-
-def _complete(schedule, at, asleep, done, last):
-    stuck = {rank: need for need, ranks in asleep.items() for rank in ranks}
+    todo, clock = [deque(cells) for cells in schedule], [0.0] * len(schedule)
+    done, cells, going, messages = {}, [], True, 0
+    lacking = lambda ops: [need for op in ops for need in needs(op, last) if need not in done]
+    while going:
+        going = False
+        for rank, queue in enumerate(todo):
+            while queue and not lacking(queue[0]):
+                ops, going = queue.popleft(), True
+                inputs = [done[need] for op in ops for need in needs(op, last)]
+                messages += sum(source != rank for _, source in inputs)
+                there = [end + costs[3] * (source != rank) for end, source in inputs]
+                start = max([clock[rank], *there])
+                clock[rank] = start + sum(map(duration, ops))
+                cells.append(Timed(rank, ops, start, clock[rank]))
+                done |= {result(op): (clock[rank], rank) for op in ops}
+    heads = [(rank, queue[0]) for rank, queue in enumerate(todo) if queue]
+    stuck = [f"rank {r} at {'&'.join(show(*ops))} for {show(*lacking(ops))[0]}" for r, ops in heads]
     if stuck:
-        here = {rank: "&".join(show(*op) for op in schedule[rank][at[rank]]) for rank in stuck}
-        blocked = [f"rank {rank} at {here[rank]} for {show(*stuck[rank])}" for rank in sorted(here)]
-        raise ValueError(f"no rank can go on: {', '.join(blocked)}")
-    due = {("W", *op[1:3]) for cells in schedule for ops in cells for op in ops if op.kind == "I"}
-    ways = {(kind, i) for kind, _, i in done if kind != "W"}  # a micro-batch visits all stages
-    due |= {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
-    if lacking := sorted(due - done.keys()):
-        raise ValueError(f"no rank has {', '.join(show(*key) for key in lacking)}")
+        raise ValueError(f"no rank can go on: {', '.join(stuck)}")
+    return Timeline(sorted(cells, key=lambda cell: (cell.end, cell.start)), kept, messages)
+
+
+def check_whole(schedule):
+    """The last stage of a schedule. Raises ValueError if an operation comes twice or is missing: a
+    micro-batch that goes up, or down, visits all stages, and each I has its W."""
+    ops = [(rank, op) for rank, cells in enumerate(schedule) for cell in cells for op in cell]
+    last, seen = max(op.stage for _, op in ops), set()
+    for rank, op in ops:
+        if result(op) in seen:
+            raise ValueError(f"rank {rank} has {show(op)[0]} a second time")
+        seen.add(result(op))
+    due = {(kind, stage, i) for kind, _, i in seen if kind != "W" for stage in range(last + 1)}
+    due |= {("W", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
+    if due - seen:
+        raise ValueError(f"no rank has {', '.join(show(*sorted(due - seen)))}")
+    return last
 
 
 @dataclass
@@ -372,40 +355,28 @@ class Timeline:
     cells: Timed, in an order in which they could run one at a time, none waiting for a later one.
     makespan: from the first start on any rank to the last end on any. span: from a rank's own first
     start to its own last end, the longest. ideal: the work of the busiest rank. What the first two
-    have beyond the third are the two bubbles.
+    have beyond the third are the two bubbles; bubble: the span's, as a share of the span.
     """
 
     cells: list
     kept: float = 1.0
+    messages: int = 0  # boundaries crossed in all: activations up, gradients down
 
-    @cached_property
-    def ranks(self):
-        """The cells of each rank."""
+    def __post_init__(self):
         ranks = defaultdict(list)
         for cell in self.cells:
             ranks[cell.rank].append(cell)
-        return [ranks[rank] for rank in sorted(ranks)]
-
-    @cached_property
-    def place(self):
-        return placement([[cell.ops for cell in cells] for cells in self.ranks])
-
-    @property
-    def makespan(self):
-        return max(cell.end for cell in self.cells) - min(cell.start for cell in self.cells)
-
-    @property
-    def span(self):
-        return max(cells[-1].end - cells[0].start for cells in self.ranks)
-
-    @property
-    def ideal(self):
-        return max(sum(cell.end - cell.start for cell in cells) for cells in self.ranks)
+        self.ranks = [ranks[rank] for rank in sorted(ranks)]  # the cells of each
+        self.makespan = max(c.end for c in self.cells) - min(c.start for c in self.cells)
+        self.span = max(own[-1].end - own[0].start for own in self.ranks)
+        self.ideal = max(sum(c.end - c.start for c in own) for own in self.ranks)
+        self.bubble = 1 - self.ideal / self.span if self.span else 0.0
 
     def held(self, rank):
         """[(time, micro-batches whose activations the rank holds)], each from its F to its B, or in
         part to its W; one micro-batch in all layers of a rank counts 1."""
-        share, curve, level = len(self.ranks) / (1 + max(self.place)[1]), [], 0.0
+        last = max(op.stage for cell in self.cells for op in cell.ops)
+        share, curve, level = len(self.ranks) / (last + 1), [], 0.0
         freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
         trained = {op[1:3] for cell in self.ranks[rank] for op in cell.ops if op.kind != "F"}
         for _, ops, start, end in self.ranks[rank]:
@@ -415,17 +386,10 @@ class Timeline:
             curve.append((end, level))
         return curve
 
-    @property
+    @cached_property
     def peak(self):
         """The most that each rank ever holds."""
         return [max(level for _, level in self.held(rank)) for rank in range(len(self.ranks))]
-
-    @property
-    def messages(self):
-        """Boundaries crossed in all: activations up, gradients down."""
-        ops = [(cell.rank, op) for cell in self.cells for op in cell.ops]
-        to = [receiver(op, self.place, max(self.place)[1])[0] for _, op in ops]
-        return sum(there not in (None, rank) for there, (rank, _) in zip(to, ops))
 
 
 def marginal(schedule, costs=(1, 1, 1, 0)):
@@ -470,28 +434,39 @@ def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.
 # ── drawing ──────────────────────────────────────────────────────────────────────────────────
 
 
+def bars(timeline):
+    """(rank, op, start, length) of each operation, from the first start on; of a fused cell, each
+    gets its usual share: a B twice that of an F."""
+    zero = min(cell.start for cell in timeline.cells)
+    for rank, ops, start, end in timeline.cells:
+        parts = [1 + (op.kind == "B") for op in ops]
+        for k, op in enumerate(ops):
+            unit = (end - start) / sum(parts)
+            yield rank, op, start - zero + unit * sum(parts[:k]), unit * parts[k]
+
+
 def sketch(timeline, width=160):
     """A Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and on,
     dots where it idles; "" where that takes more than `width` columns."""
-    p, ops = len(timeline.ranks), [op for cell in timeline.cells for op in cell.ops]
-    digits, lines = 1 + len(str(max(op.microbatch for op in ops))), []
-    unit = min((cell.end - cell.start) / len(cell.ops) for cell in timeline.cells) or math.inf
+    lines, drawn = [""] * len(timeline.ranks), list(bars(timeline))
+    digits = 1 + len(str(max(op.microbatch for _, op, *_ in drawn)))
+    unit = min(length for *_, length in drawn) or math.inf
     column = lambda t: round(t / unit) * digits
-    for cells in timeline.ranks:
-        line = ""
-        for _, ops, start, end in cells:
-            words = [f"{op.kind}{op.microbatch}".ljust(digits, "_") for op in ops]
-            words = [word.lower() if op.stage >= p else word for word, op in zip(words, ops)]
-            line = (line.ljust(column(start), ".") + "".join(words)).ljust(column(end), "_")
-        lines.append(line.ljust(column(timeline.makespan), "."))
+    for rank, op, start, length in drawn:
+        word = f"{op.kind}{op.microbatch}".ljust(digits, "_")
+        word = word.lower() if op.stage >= len(lines) else word
+        lines[rank] = lines[rank].ljust(column(start), ".") + word
+        lines[rank] = lines[rank].ljust(column(start + length), "_")
+    lines = [line.ljust(column(timeline.makespan), ".") for line in lines]
     return "\n".join(lines) if len(lines[0]) <= width else ""
 
 
 NAMES = {"F": "forward", "I": "input gradient", "B": "both gradients", "W": "weight gradient"}
 COLORS = {"F": "#dcebf7", "I": "#f4b678", "B": "#d0693c", "W": "#1f3f5b"}  # light to dark
+GREY = "#8a8a8a"
 
 
-def gantt(timelines, path, columns=1):
+def gantt(timelines, path):
     """Draw a Timeline, or {title: Timeline} as panels on one scale of time, into a picture file.
 
     A bar is an operation, its number the micro-batch; a rank's second chunk, or direction, has a
@@ -501,44 +476,56 @@ def gantt(timelines, path, columns=1):
     from matplotlib.patches import Patch
 
     timelines = timelines if isinstance(timelines, dict) else {"": timelines}
-    every, rows = list(timelines.values()), math.ceil(len(timelines) / columns)
-    most, longest = max(max(t.peak) for t in every), max(t.makespan for t in every)
-    height = 0.5 + rows * (0.45 + 0.36 * max(len(t.ranks) for t in every))
-    figure = Figure(figsize=(6 + 7 * columns, height), layout="constrained")
-    panels = [*figure.subplots(rows, columns, squeeze=False).flat]
-    for axes in panels:
+    most, longest = (max(of(t) for t in timelines.values())
+                     for of in (lambda t: max(t.peak), lambda t: t.makespan))  # fmt: skip
+    height = 0.5 + sum(0.45 + 0.36 * len(t.ranks) for t in timelines.values())
+    figure = Figure(figsize=(13, height), layout="constrained")
+    panels = figure.subplots(len(timelines), squeeze=False).flat
+    for axes, (title, t) in zip(panels, timelines.items()):
+        title += f"   bubble {t.bubble:.1%} of a rank's span, holds {max(t.peak):.3g} micro-batches"
+        axes.set_title(title, loc="left", size=10)
+        axes.set(xlim=(0, longest), ylim=(len(t.ranks) - 0.4, -0.5))
         axes.set_axis_off()
-    for axes, (title, timeline) in zip(panels, timelines.items()):
-        bubble, peak = 1 - timeline.ideal / timeline.makespan, max(timeline.peak)
-        axes.set_title(f"{title}   bubble {bubble:.1%} of the step, holds {peak:.3g} micro-batches",
-                       loc="left", fontsize=10)  # fmt: skip
-        axes.set(xlim=(0, longest), ylim=(len(timeline.ranks) - 0.4, -0.5))
-        _panel(axes, timeline, most, narrow=longest / 100)
-    kinds = [k for k in NAMES if any(op.kind == k for t in every for c in t.cells for op in c.ops)]
-    patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in kinds]
-    patches.append(Patch(fc="#9a9a9a", label="activations held"))
+        _panel(axes, t, most, longest / 100)
+    patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in NAMES]
+    patches.append(Patch(fc=GREY, label="activations held"))
     figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
 def _panel(axes, timeline, most, narrow):
-    zero, p = min(cell.start for cell in timeline.cells), len(timeline.ranks)
-    for rank, cells in enumerate(timeline.ranks):
-        for _, ops, start, end in cells:
-            left, parts = start - zero, sum(1 + (op.kind == "B") for op in ops)
-            for op in ops:  # of a fused cell, each operation gets its usual share
-                width = (end - start) * (1 + (op.kind == "B")) / parts
-                axes.barh(rank - 0.1, width, 0.5, left, color=COLORS[op.kind], ec="black", lw=0.3)
-                if op.stage >= p or op.direction:
-                    axes.barh(rank + 0.11, width, 0.08, left, color="black")
-                if width > narrow:
-                    ink = "white" if op.kind == "W" else "black"
-                    middle = left + width / 2, rank - 0.12
-                    axes.text(*middle, op.microbatch, color=ink, ha="center", va="center", size=6.5)
-                left += width
+    p, zero = len(timeline.ranks), min(cell.start for cell in timeline.cells)
+    for rank, op, start, length in bars(timeline):
+        axes.barh(rank - 0.13, length, 0.46, start, color=COLORS[op.kind], ec="black", lw=0.3)
+        if op.stage >= p or op.direction:
+            axes.barh(rank + 0.06, length, 0.08, start, color="black")
+        if length > narrow:
+            look = dict(color="white" if op.kind == "W" else "black", ha="center", va="center")
+            axes.text(start + length / 2, rank - 0.15, op.microbatch, size=6.5, **look)
+    for rank in range(p):
         times, levels = zip(*timeline.held(rank))
-        curve = [rank + 0.48 - 0.3 * level / most for level in levels]
-        axes.fill_between([t - zero for t in times], curve, rank + 0.48, step="post", fc="#9a9a9a")
+        curve = [rank + 0.48 - 0.36 * level / most for level in levels]
+        axes.fill_between([t - zero for t in times], curve, rank + 0.48, step="post", fc=GREY)
+
+
+def bubbles(path, p, times=(1, 2, 3, 4, 6, 8)):
+    """Draw the bubble of each schedule against m/p into a picture file; equal ones share a line."""
+    from matplotlib.figure import Figure
+
+    curves, figure = defaultdict(list), Figure(figsize=(9, 4.2), layout="constrained")
+    for name in runnable(p):
+        shares = [100 * simulate(SCHEDULES[name](p, k * p)).bubble for k in times]
+        curves[tuple(round(share, 6) for share in shares)].append(name)
+    axes = figure.subplots()
+    axes.set_prop_cycle(color="#0072b2 #e69f00 #000000 #56b4e9 #d55e00 #999999 #009e73".split())
+    for k, shares in enumerate(sorted(curves, key=lambda shares: shares[::-1], reverse=True)):
+        look = "osD^vP*"[k % 7] + ("-", "--", ":")[k % 3]
+        axes.plot(times, shares, look, label=" = ".join(curves[shares]))
+    axes.set(title=f"Bubble of a rank's span, {p} ranks, F = I = W, no communication time")
+    axes.set(xlabel="micro-batches per rank, m/p", ylabel="idle, % of a rank's span", xticks=times)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
 
 
 # ── the serial twin, cut into stages ─────────────────────────────────────────────────────────
@@ -576,27 +563,17 @@ class _Matmul(torch.autograd.Function):
         # /Q4.4
 
 
-class Linear(nn.Module):
-    """x Wᵀ, (..., n_in) to (..., n_out), whose weight gradient can wait."""
-
-    def __init__(self, n_in, n_out):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_out, n_in) / n_in**0.5)
-
-    def forward(self, x, later=None):
-        return _Matmul.apply(x, self.weight, later)
-
-
 class Block(nn.Module):
     """x + down(gelu(up(x))), (B, S, D) to itself. Saves 9·B·S·D elements for backward, of which the
     inputs of the two matrices, 5·B·S·D, until W (and with them the gradients of their outputs)."""
 
     def __init__(self, D):
         super().__init__()
-        self.up, self.down = Linear(D, 4 * D), Linear(4 * D, D)
+        self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, 4 * D), (4 * D, D)))
 
     def forward(self, x_BSD, later=None):
-        return x_BSD + self.down(F.gelu(self.up(x_BSD, later)), later)
+        h = F.gelu(_Matmul.apply(x_BSD, self.up.weight, later))
+        return x_BSD + _Matmul.apply(h, self.down.weight, later)
 
 
 class Stage(nn.Module):
@@ -655,44 +632,39 @@ def build(stages, layers, D=16, V=256):
 
 
 class _Worker:
-    """What a rank works with: its stages, results that it waits for or has been sent, and the
-    graphs and closures of forwards whose backward is still to come."""
+    """A rank at work: its stages, what they got from their neighbours, and the graphs and closures
+    of forwards whose backward is still to come."""
 
     def __init__(self, schedule, stages, microbatches):
-        self.stages, self.microbatches, self.results, self.losses = stages, microbatches, {}, {}
         ops = [op for cells in schedule for cell in cells for op in cell]
-        self.last, self.graphs, self.owed = max(op.stage for op in ops), {}, {}
+        self.stages, self.microbatches, self.last = stages, microbatches, max(o.stage for o in ops)
         self.split = {op[1:3] for op in ops if op.kind == "I"}
         self.trained = {op[1:3] for op in ops if op.kind in "IB"}
+        self.results, self.losses, self.graphs, self.owed = {}, {}, {}, {}
 
     def run(self, op):
         """Compute one operation; returns what the neighbouring stage is to get."""
-        at = op.stage, op.microbatch
-        return {"F": self.forward, "W": self.weights}.get(op.kind, self.backward)(*at)
-
-    def forward(self, stage, i):
-        x = self.results.pop(("F", stage - 1, i), None)
-        later = self.owed[stage, i] = [] if (stage, i) in self.split else None
-        with torch.set_grad_enabled((stage, i) in self.trained):
-            x = x if x is None else x.requires_grad_()
-            y = self.stages[stage](x, self.microbatches[i], later)
-        if y.requires_grad:  # the edge into the graph, not y: an output is freed once it is sent
-            self.graphs[stage, i] = x, get_gradient_edge(y)
-        if stage == self.last:
-            self.losses[i] = y.detach()
-        return y.detach()
-
-    def backward(self, stage, i):
+        at = stage, i = op.stage, op.microbatch
+        if op.kind == "F":
+            x = self.results.pop(("F", stage - 1, i), None)
+            later = self.owed[at] = [] if at in self.split else None
+            with torch.set_grad_enabled(at in self.trained):
+                x = x if x is None else x.requires_grad_()
+                y = self.stages[stage](x, self.microbatches[i], later)
+            if y.requires_grad:  # the edge into the graph, not y: an output is freed once sent
+                self.graphs[at] = x, get_gradient_edge(y)
+            if stage == self.last:
+                self.losses[i] = y.detach()
+            return y.detach()
+        if op.kind == "W":
+            while self.owed[at]:
+                self.owed[at].pop()()
+            return None
         d_y = self.results.pop(("G", stage + 1, i), None)
-        x, edge = self.graphs.pop((stage, i), (None, None))
+        x, edge = self.graphs.pop(at, (None, None))
         if edge:  # a frozen first stage has none
             torch.autograd.backward([edge], [self.losses[i].new_ones(()) if d_y is None else d_y])
         return None if x is None else x.grad
-
-    def weights(self, stage, i):
-        later = self.owed.pop((stage, i))
-        while later:
-            later.pop()()
 
 
 def execute(schedule, stages, microbatches, group, last_backward=None):
@@ -713,12 +685,11 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
     Returns {micro-batch: loss}, empty where the last stage is not, and this rank's cells as Timed,
     in seconds of this machine's clock (on a GPU, of launching them).
     """
-    cells, me, timed = simulate(schedule).cells, dist.get_rank(group), []
-    worker, place = _Worker(schedule, stages, microbatches), placement(schedule)
-    backwards = Counter(op.stage for cell in schedule[me] for op in cell if op.kind != "F")
-    arriving, leaving = {}, deque()
-    for cell in cells:
-        outputs = []
+    me, place, timed = dist.get_rank(group), placement(schedule), []
+    worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
+    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}
+    for cell in simulate(schedule).cells:
+        outputs = [None] * len(cell.ops)
         if cell.rank == me:
             for need in [need for op in cell.ops for need in needs(op, worker.last)]:
                 if need in arriving:
@@ -726,28 +697,27 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
             start = time.perf_counter()
             outputs = [worker.run(op) for op in cell.ops]
             timed.append(Timed(me, cell.ops, start, time.perf_counter()))
-        for k, op in enumerate(cell.ops):
+        for op, output in zip(cell.ops, outputs):
             to, stage = receiver(op, place, worker.last)
             # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
             #          any. What does this rank do?
             #          hint: it may be the one, the other, both or neither
             if cell.rank == me == to:
-                worker.results[result(op)] = outputs[k]
+                worker.results[result(op)] = output
             elif cell.rank == me and to is not None:
                 # isend to the neighbouring stage, B·S·D: both ends post it at this cell
-                leaving.append((dist.isend(outputs[k], group=group, group_dst=to), outputs[k]))
+                leaving.append((dist.isend(output, group=group, group_dst=to), output))
             elif to == me:
                 room = stages[stage].boundary(microbatches[op.microbatch])
                 # irecv, B·S·D: posted while the sender computes, awaited where it is first used
                 arriving[result(op)] = dist.irecv(room, group=group, group_src=cell.rank)
                 worker.results[result(op)] = room
             # /Q4.6
-        outputs = room = None
+        outputs = output = room = None
         while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
             leaving.popleft()[0].wait()
-        for op in cell.ops if cell.rank == me else ():
-            backwards[op.stage] -= op.kind != "F"
-            if last_backward and op.kind != "F" and not backwards[op.stage]:
+        for op in cell.ops if last_backward and cell.rank == me else ():
+            if op == final.get(op.stage):
                 last_backward(op.stage)
     for work, _ in leaving:
         work.wait()
@@ -766,15 +736,14 @@ def share_gradients(schedule, stages, group):
     else:
         return
     params = dict.fromkeys(param for module in modules for param in module.parameters())
-    ours = torch.cat([param.grad.flatten() for param in params])
-    theirs = torch.empty_like(ours)
-    swap = [(dist.isend, ours), (dist.irecv, theirs)]
+    theirs = [torch.empty_like(param.grad) for param in params]
+    swap = [(dist.isend, param.grad) for param in params] + [(dist.irecv, part) for part in theirs]
     swap = [dist.P2POp(*one, group=group, group_peer=peer) for one in swap]
     # batch_isend_irecv with the rank that holds the same weights: one batch, so neither goes first
     for work in dist.batch_isend_irecv(swap):
         work.wait()
-    for param, part in zip(params, theirs.split([param.numel() for param in params])):
-        param.grad += part.view_as(param)
+    for param, part in zip(params, theirs):
+        param.grad += part
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────
@@ -833,19 +802,16 @@ def check(schedule, layers, batch, group, times=1, share=True):
     times: a factor that every loss gets by mistake. share: add up what two ranks hold."""
     wanted, loss = twin_gradients(layers, batch)
     stages = mine(schedule, build(1 + max(placement(schedule))[1], layers), group)
-    for stage in stages.values():
-        stage.to(loss.device, torch.float64)
-    scale = Scale(block for stage in stages.values() for block in stage.blocks.values())
-    given = [(x_BS, y_BS, divisor / times) for x_BS, y_BS, divisor in batch]
+    model = nn.ModuleList(stages.values()).to(loss.device, torch.float64)
+    scale = Scale(block for stage in model for block in stage.blocks.values())
     with Ledger() as ledger:
-        losses, _ = execute(schedule, stages, given, group)
+        losses, _ = execute(schedule, stages, [(x, y, n / times) for x, y, n in batch], group)
     if share:
         share_gradients(schedule, stages, group)
-    found = sum(losses.values(), torch.zeros_like(loss))
-    totals = torch.stack([found, loss.new_tensor(sum(ledger.sent.values()))])
+    totals = torch.stack([sum(losses.values(), 0 * loss), loss.new_tensor(ledger.sent.total())])
     # all_reduce(SUM) over pp, 2: the loss, which the last stage knows; the bytes of all ranks
     dist.all_reduce(totals, group=group)
-    named = [pair for stage in stages.values() for pair in stage.named_parameters()]
+    named = [pair for stage in model for pair in stage.named_parameters()]
     errors = [relative_error(param.grad, wanted[name]) for name, param in named]
     return max(relative_error(totals[0], loss), *errors), totals[1].item(), scale.peak
 
@@ -862,33 +828,36 @@ def proof(args, group, device):
         yield Row(name, error, (sent, messages * B_S_D), (held, peak * layers / p * 9 * B_S_D))
     if p == 1 or m == 1:
         return
-    schedule = one_f_one_b(p, m)
-    error, *_ = check(schedule, layers, batch, group, times=m)
-    yield Row("losses not divided by m", error, wrong=m - 1)
-    whole = twin_gradients(layers, batch)[0]["embedding.weight"]
-    first = twin_gradients(layers, batch, later=[])[0]["embedding.weight"]  # the head's part waits
-    error, *_ = check(schedule, layers, batch, group, share=False)
+    whole, first = (  # of the tied weight: with the head's part, and without, which waits
+        twin_gradients(layers, batch, later)[0]["embedding.weight"] for later in (None, [])
+    )
     ends = relative_error(first, whole), relative_error(whole - first, whole)
+    error, *_ = check(one_f_one_b(p, m), layers, batch, group, times=m)
+    yield Row("losses not divided by m", error, wrong=m - 1)
+    error, *_ = check(one_f_one_b(p, m), layers, batch, group, share=False)
     yield Row("tied ends not added up", error, wrong=max(ends))
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
+def runnable(p):
+    """The names of the schedules that p ranks can run."""
+    return [name for name in SCHEDULES if name != "dualpipe" or p % 2 == 0]
+
 
 def schedules(args, p, names=None):
     """{name: schedule} on p ranks, each with the options that it takes: those named, or that of
     --schedule, or all. Raises ValueError."""
-    flags, made = {"chunks": "v", "group": "g", "limit": "limit"}, {}
-    names = names or ([args.schedule] if args.schedule else [*SCHEDULES])
-    for name in names:
-        given, takes = {}, inspect.signature(SCHEDULES[name]).parameters
-        for flag, key in flags.items():
-            if (value := getattr(args, flag)) is not None and key in takes:
+    made = {}
+    for name in names or ([args.schedule] if args.schedule else runnable(p)):
+        takes, given = inspect.signature(SCHEDULES[name]).parameters, {}
+        for flag, key in {"chunks": "v", "group": "g", "limit": "limit"}.items():
+            value = getattr(args, flag)
+            if value is not None and key in takes:
                 given[key] = value
-            elif value is not None and len(names) == 1:
+            elif value is not None and args.schedule and not names:
                 raise ValueError(f"--{flag} {value} means nothing to --schedule {name}")
-        if len(names) == 1 or name != "dualpipe" or p % 2 == 0:
-            made[name] = SCHEDULES[name](p, args.microbatches, **given)
+        made[name] = SCHEDULES[name](p, args.microbatches, **given)
     return made
 
 
@@ -901,6 +870,17 @@ def together(timed, group, unit=1.0):
     cells = sorted(sum(ranks, []), key=lambda cell: cell.start)
     since = lambda t: (t - cells[0].start) / unit
     return Timeline([Timed(*cell[:2], since(cell.start), since(cell.end)) for cell in cells])
+
+
+def replay(measured, schedule):
+    """The schedule simulated with the time that each operation was measured to take: what a run has
+    beyond it are messages, and ranks that wait for a core."""
+    took = Counter()
+    for cell in measured.cells:
+        for kind, stage, i, _ in cell.ops:
+            took[kind.replace("B", "I"), stage, i] = (cell.end - cell.start) / len(cell.ops)
+    costs = [lambda *at, kind=kind: took[kind, *at] for kind in "FIW"]
+    return simulate(schedule, (*costs, 0))
 
 
 def report(args, p, out=print):
@@ -944,49 +924,8 @@ def train(args, name, schedule, group, device):
     return timed
 
 
-def replay(measured, schedule):
-    """The schedule simulated with the time that each operation was measured to take: what a run has
-    beyond it are messages, and ranks that wait for a core."""
-    took = Counter()
-    for cell in measured.cells:
-        for kind, stage, i, _ in cell.ops:
-            took[kind.replace("B", "I"), stage, i] = (cell.end - cell.start) / len(cell.ops)
-    costs = [lambda *at, kind=kind: took[kind, *at] for kind in "FIW"]
-    return simulate(schedule, (*costs, 0))
-
-
-def plot(args, name, measured, schedule):
-    """Three pictures: the schedule predicted above measured; all schedules; bubbles over m/p."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    both = {f"{name}, simulated with the measured times": replay(measured, schedule)}
-    gantt(both | {"measured": measured}, f"{args.plot}_gantt.png")
-    p, every = len(schedule), schedules(args, len(schedule), [*SCHEDULES])
-    gantt({key: simulate(made) for key, made in every.items()}, f"{args.plot}_all.png", columns=2)
-    figure, times = Figure(figsize=(11, 4.2), layout="constrained"), [1, 2, 3, 4, 6, 8]
-    panels = {"one step, first start to last end": lambda made: simulate(made).makespan,
-              "each further step, no barrier between": marginal}  # fmt: skip
-    for axes, (title, length) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
-        curves = defaultdict(list)
-        for key in every:
-            made = [SCHEDULES[key](p, k * p) for k in times]
-            bubbles = [round(1 - simulate(lists).ideal / length(lists), 6) for lists in made]
-            curves[tuple(bubbles)].append(key)
-        for bubbles, names in sorted(curves.items(), reverse=True):
-            k = list(every).index(names[0])
-            look = dict(color=colormaps["cividis"](k / 13), marker="osD^v<>PX*dh"[k], lw=1.2)
-            axes.plot(times, bubbles, **look, markeredgecolor="black", label=" = ".join(names))
-        axes.set(title=title, xlabel=f"micro-batches per rank, m/p, at p = {p}", xticks=times)
-        axes.legend(fontsize=8, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("bubble, share of the step")
-    figure.savefig(f"{args.plot}_bubbles.png", dpi=120)
-    print(f"drew {args.plot}_gantt.png, {args.plot}_all.png, {args.plot}_bubbles.png")
-
-
 def main(args, device):
-    """Predict, prove, then draw or train; 0 if everything is as claimed."""
+    """Predict, prove, then train and draw; 0 if everything is as claimed."""
     group, name = dist.group.WORLD, args.schedule or "1f1b"
     p = dist.get_world_size(group)
     schedule = schedules(args, p)[name]
@@ -998,7 +937,13 @@ def main(args, device):
     if args.steps:
         measured = together(train(args, name, schedule, group, device), group)
         if args.plot and dist.get_rank(group) == 0:
-            plot(args, name, measured, schedule)
+            predicted = f"{name}, simulated with the measured times"
+            both = {predicted: replay(measured, schedule), "measured": measured}
+            gantt(both, f"{args.plot}_gantt.png")
+            every = schedules(args, p, runnable(p)).items()
+            gantt({key: simulate(made) for key, made in every}, f"{args.plot}_all.png")
+            bubbles(f"{args.plot}_bubbles.png", p)
+            say(f"drew {args.plot}_gantt.png, {args.plot}_all.png, {args.plot}_bubbles.png")
     return broken
 
 
@@ -1007,15 +952,14 @@ def predict(args):
     if args.list:
         for name, (bubble, of, peak, boundaries, _) in FORMULAS.items():
             about = inspect.getdoc(SCHEDULES[name]).replace("\n", "\n    ")
-            formulas = f"bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}"
-            print(f"{name}\n    {about}\n    {formulas}")
+            print(f"{name}\n    {about}")
+            print(f"    bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")
         return
     validate(args, args.ranks)
     timelines = {k: simulate(made, args.costs) for k, made in schedules(args, args.ranks).items()}
     if args.json:
-        rows = {k: [[c.rank, [show(*op) for op in c.ops], c.start, c.end] for c in t.cells]
-                for k, t in timelines.items()}  # fmt: skip
-        print(json.dumps(rows))
+        cells = lambda t: [[cell.rank, show(*cell.ops), cell.start, cell.end] for cell in t.cells]
+        print(json.dumps({name: cells(timeline) for name, timeline in timelines.items()}))
         return
     for name, timeline in timelines.items():
         print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
@@ -1024,13 +968,12 @@ def predict(args):
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    if ranks < 1 or args.steps < 0:
-        raise ValueError(f"--ranks {ranks}, --steps {args.steps}: at least 1 and 0 are needed")
+    for flag, least in dict(ranks=1, steps=0, microbatches=1, chunks=1).items():
+        value = ranks if flag == "ranks" else getattr(args, flag)
+        if value is not None and value < least:
+            raise ValueError(f"--{flag} {value}: at least {least} is needed")
     if args.json and not args.simulate:
         raise ValueError("--json prints what --simulate predicts: give both")
-    for flag in ("microbatches", "chunks"):
-        if (value := getattr(args, flag)) is not None and value < 1:
-            raise ValueError(f"--{flag} {value}: at least 1 is needed")
     try:
         args.costs = [float(number) for number in str(args.costs).split(",")]
         F, I, W, comm = args.costs

@@ -217,8 +217,15 @@ def _box(left, bottom, width, height, color):
 def draw_schedules(path, p=4, m=8):
     """04: every schedule's predicted Gantt, on one scale."""
     timelines = {name: pp.simulate(make(p, m)) for name, make in pp.SCHEDULES.items()}
-    with recorded(path, size=(9, 13.5)) as data:
+    with recorded(path, size=(9, 15.5)) as data:
         pp.gantt(timelines, path)
+    return data
+
+
+def draw_bubbles(path, p=8):
+    """04: idle share of a rank's span by each schedule, against m/p."""
+    with recorded(path, size=(9, 4.2)) as data:
+        pp.bubbles(path, p)
     return data
 
 
@@ -242,23 +249,12 @@ def saved_of_03(args, device):
     return data
 
 
-def draw_by_memory_math(path, what, **layout):
-    """One of memory_math's own pictures of Llama 3 70B."""
-    with recorded(path, size=(9, 4.2)) as data:
-        model = memory.preset("llama-3-70b")
-        memory.run_plot(model, memory.Layout(**layout), what, out=str(path))
-    return data
-
-
-def draw_bubbles(path):
-    """Idle share of each schedule against m/p, by memory_math's closed forms."""
-    return draw_by_memory_math(path, "bubbles", pp=8)
-
-
 def draw_memory(path):
-    """Bytes of each pipeline rank at its peak."""
-    layout = dict(tp=8, sp=True, pp=8, dp=8, zero=1, m=32, seq=8192)
-    return draw_by_memory_math(path, "memory", **layout)
+    """Bytes of each pipeline rank of Llama 3 70B at its peak, by memory_math."""
+    layout = memory.Layout(tp=8, sp=True, pp=8, dp=8, zero=1, m=32, seq=8192)
+    with recorded(path, size=(9, 4.2)) as data:
+        memory.run_plot(memory.preset("llama-3-70b"), layout, "memory", out=str(path))
+    return data
 
 
 # ── ZeRO: what a rank holds, and what it pays for that ───────────────────────────────────────
