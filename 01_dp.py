@@ -694,8 +694,6 @@ def validate(args, ranks):
     if args.batch < 1 or args.micro_batches < 1:
         given = f"--batch {args.batch} --micro-batches {args.micro_batches}"
         raise ValueError(f"{given}: each must be at least 1")
-    if args.plot and not Path(args.plot).absolute().parent.is_dir():
-        raise ValueError(f"--plot {args.plot}: there is no such folder")
     if not args.bucket_mb > 0:
         raise ValueError(f"--bucket-mb {args.bucket_mb}: more than 0 is needed, such as 0.5")
     read_text(args.text, at_least=65)
@@ -838,8 +836,13 @@ def launch(main, args, validate):
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if args.steps < 0:
+            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
+        folder = Path(vars(args).get("plot") or ".").parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)

@@ -1018,8 +1018,6 @@ def validate(args, ranks):
             raise ValueError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
     check_heads(Config.D, args.heads, args.kv_heads, ranks)
     divides(ranks, hidden=args.hidden, sequence=args.sequence)
-    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
     read_text(args.text, at_least=args.sequence + 1)
 
 
@@ -1160,8 +1158,13 @@ def launch(main, args, validate):
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if args.steps < 0:
+            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
+        folder = Path(vars(args).get("plot") or ".").parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)

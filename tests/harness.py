@@ -9,6 +9,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -140,6 +141,25 @@ def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
             said = "\n".join(process.communicate())
             raise AssertionError(f"{process.args} ran past {timeout} s\n{said}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def refusal(script, *args):
+    """The sentence with which a script refuses its arguments, and exits with status 2. It runs in
+    a process forked from here, where torch is loaded already."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = get_context("fork").Process(target=_run_as_main, args=(script, args, said))
+        process.start()
+        process.join(20)
+        process.kill()
+        said.seek(0)
+        sentence = said.read().removesuffix("\n")
+    assert process.exitcode == 2 and "\n" not in sentence, f"{process.exitcode}: {sentence}"
+    return sentence
+
+
+def _run_as_main(script, args, said):
+    sys.argv, sys.stderr = [str(word) for word in (script, *args)], said
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @contextmanager

@@ -164,8 +164,13 @@ def launch(main, args, validate):
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if args.steps < 0:
+            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
+        folder = Path(vars(args).get("plot") or ".").parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)

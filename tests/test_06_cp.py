@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from harness import ROOT, RankFailed, chapter, on_ranks, refusal, run_script
 
 cp = chapter("06_cp_ring")
 CPU, LAYOUTS = torch.device("cpu"), ("contiguous", "zigzag", "striped")
@@ -675,8 +675,7 @@ def test_a_sequence_trains_whose_scores_do_not_fit_in_a_gibibyte():
     (["--length", 10**9], f"{10**9 + 1}"),
 ])  # fmt: skip
 def test_wrong_numbers_are_sentences(wrong, says):
-    done = run_script(SCRIPT, *wrong)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert says in refusal(SCRIPT, *wrong)
 
 
 def losses(out):
