@@ -9,6 +9,10 @@ are a second list: one line per tensor kept for backward, written as the formula
                exact bytes, always printed beside them
     assumed    times: printed with the bandwidths and the convention they rest on
 
+Every formula is a line of a table, and the functions beside it evaluate them: WEIGHTS (shapes),
+RECIPES (bytes a parameter), ACTIVATIONS (logits at its [last] and [loss peak]), SCHEDULE_FORMS
+(bubbles, micro-batches in flight), TRAFFIC (bytes sent), PEAKS (FLOP/s). `--explain` shows them.
+
     python memory_math.py params --model llama-3-8b
     python memory_math.py estimate --model llama-3-70b --tp 8 --sp --pp 4 --dp 8 --zero 1 --explain
     python memory_math.py traffic --model llama-3-70b --tp 8 --sp --dp 8

@@ -445,10 +445,8 @@ def test_the_list_of_saved_tensors_is_what_torch_keeps_to_the_byte(name):
     layout = replace(BASE, **change)
     torch.manual_seed(0)
     block = Block(model, layout)
-    assert (
-        sum(p.numel() for p in block.parameters())
-        == mm.local_parameters(model, layout, [0]).total()
-    )
+    held = sum(p.numel() for p in block.parameters())
+    assert held == mm.local_parameters(model, layout, [0]).total()
     s = layout.seq // (layout.tp if layout.sp else 1)
     block.cos = torch.randn(layout.seq, model.qk_dim).to(block.dtype)
     x = torch.randn(layout.batch, s, model.hidden).to(block.dtype).requires_grad_()
@@ -469,11 +467,8 @@ def test_the_head_keeps_its_input_and_the_logits(loss):
     assert kept + peak - before == {"eager": 12, "copies": 10, "fused": 2}[loss] * T * V
     if loss != "eager":
         return
-    norm, head = (
-        torch.ones(h).bfloat16().requires_grad_(),
-        torch.randn(V, h).bfloat16().requires_grad_(),
-    )
-    x, labels = torch.randn(T, h).bfloat16().requires_grad_(), torch.randint(V, (T,))
+    draw = lambda *shape: torch.randn(shape).bfloat16().requires_grad_()
+    x, norm, head, labels = draw(T, h), draw(h), draw(V, h), torch.randint(V, (T,))
     logits = lambda: (FusedNorm.apply(x, norm) @ head.T).float()
     run = lambda: nnf.cross_entropy(logits(), labels, reduction="sum")
     assert bytes_kept(run, [norm, head, labels]) == kept + 4  # the weight of all labels, one fp32
@@ -598,9 +593,8 @@ def test_tied_ends_on_different_ranks_are_two_copies():
     model = preset("llama-3.2-1b")
     table = model.vocab * model.hidden
     assert mm.estimate(model, Layout())[0].params == mm.count_parameters(model)
-    assert sum(s.params for s in mm.estimate(model, Layout(pp=2, m=2))) - table == (
-        mm.count_parameters(model)
-    )
+    apart = mm.estimate(model, Layout(pp=2, m=2))
+    assert sum(s.params for s in apart) - table == mm.count_parameters(model)
     v = mm.estimate(model, Layout(pp=2, m=4, schedule="zb-v"))
     assert sum(s.params for s in v) == mm.count_parameters(model) and v[0].layers[-1] == 16
     twice = mm.estimate(model, Layout(pp=2, m=4, schedule="dualpipe"))
@@ -649,9 +643,8 @@ def test_three_moments_of_a_rank():
     back, loss = items(stage, "deepest backward"), items(stage, "loss")
     assert list(stage.moments) == ["loss", "deepest backward", "optimizer step"]
     assert back["one layer recomputed"] == every - kept == mm.total(mm.recomputed(LLAMA_8, layout))
-    assert (
-        back["activations of 8 dense layers"] == loss["activations of 8 dense layers"] == 8 * kept
-    )
+    layers = "activations of 8 dense layers"
+    assert back[layers] == loss[layers] == 8 * kept
     head = 512 * 64 + 64  # with the final norm; a layer of this model is smaller
     unit = max(head, (mm.count_parameters(LLAMA_8) - head - 512 * 64) // 8)
     assert back["gathered weights"] == 2 * 2 * unit == loss["gathered weights"]
@@ -791,25 +784,20 @@ def test_a_mixture_keeps_top_k_rows_per_token():
 
 def test_context_parallelism_cuts_activations():
     """Megatron-LM's estimator never reads it."""
-    one, four = (mm.layer_activations(LLAMA, Layout(seq=4096, cp=cp)) for cp in (1, 4))
-    assert mm.total(one) == 4 * mm.total(four)
-    far = mm.layer_activations(
-        LLAMA, Layout(seq=4096, cp=4, cp_variant="all-gather", gather="keep")
-    )
-    assert mm.total(far) - mm.total(four) == 3 * 2 * 1024 * 2 * 2 * 8
-    dealt = mm.layer_activations(LLAMA, Layout(seq=4096, cp=4, cp_variant="ulysses"))
+    kept = lambda **how: mm.total(mm.layer_activations(LLAMA, Layout(seq=4096, **how)))
+    four = kept(cp=4)
+    assert kept() == 4 * four
+    far = kept(cp=4, cp_variant="all-gather", gather="keep")
+    assert far - four == 3 * 2 * 1024 * 2 * 2 * 8
     repeated = 2 * 2 * 1024 * (4 - 2) * 8  # two key heads do not go round four ranks
-    assert mm.total(dealt) - mm.total(four) == 2 * 1024 * 8 * 8 + repeated
+    assert kept(cp=4, cp_variant="ulysses") - four == 2 * 1024 * 8 * 8 + repeated
 
 
 def test_the_heaviest_stage_may_be_in_the_middle():
     """Megatron-LM's estimator looks at the first stage, which is not it for DeepSeek-V3."""
-    top = mm.heaviest(
-        mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64))
-    )
-    assert 0 < top.rank < 15
-    dual = Layout(pp=16, dp=128, ep=64, zero=1, m=64, schedule="dualpipev")
-    assert 0 < mm.heaviest(mm.estimate(preset("deepseek-v3"), dual)).rank < 15
+    for schedule in "1f1b", "dualpipev":
+        layout = Layout(pp=16, dp=128, ep=64, zero=1, m=64, schedule=schedule)
+        assert 0 < mm.heaviest(mm.estimate(preset("deepseek-v3"), layout)).rank < 15
 
 
 def test_the_first_layers_of_deepseek_are_dense_and_routers_count():
@@ -1011,9 +999,7 @@ def test_a_whole_step_is_its_parts():
     layout = Layout(tp=2, pp=2, cp=2, dp=4, ep=4, m=4, seq=64, sp=True, zero=1)
     found = by(mm.traffic(model, layout, 1), "axis")
     tokens, half = 64 // 2, 64 // 2 * 64 * 2 / 2
-    layer = (
-        5 * half
-    )  # routed experts stand outside the pairs: attention's alone, and its input again
+    layer = 5 * half  # routed experts stand outside the pairs: attention's, and its input again
     head, loss, copies = 3 * half, 3 * 4 * tokens, 2 * 2 * (2 * (2 * 64 + 4 * 64) + 64) / 2
     assert found["tp",] == 4 * (2 * layer + head + loss) + copies
     assert found["ep",] == 4 * 2 * mm.sent(mm.ep_traffic(tokens // 2, 2, 64, 4, experts=4))
@@ -1022,9 +1008,8 @@ def test_a_whole_step_is_its_parts():
     parts = mm.local_parameters(model, layout, [2, 3, 4])
     dense, expert = (mm.group_size(parts, group) for group in ("dense", "expert"))
     assert expert == 2 * 3 * 64 * 48 and layout.expert_replicas == 2 * 2 * 4 // 4
-    assert found["dp",] == mm.sent(mm.zero_traffic(dense, 8, 1)) + mm.sent(
-        mm.zero_traffic(expert, 4, 1)
-    )
+    both = mm.zero_traffic(dense, 8, 1) + mm.zero_traffic(expert, 4, 1)
+    assert found["dp",] == mm.sent(both)
 
 
 @pytest.mark.parametrize(
@@ -1040,9 +1025,7 @@ def test_tensor_parallel_bytes_of_a_step_by_chapter_03s_count(n, sp, gather):
     expected = 4 * (n - 1) / n * (halves * T * D + 2 * 3 * T + copies)
     model = replace(LLAMA, layers=L)
     assert mm.sent(mm.traffic(model, layout)) == pytest.approx(expected)
-    normed = (
-        expected + 4 * (n - 1) / n * 2 * L * 2 * d
-    )  # each rank's heads met the norms of q and k
+    normed = expected + 4 * (n - 1) / n * 2 * L * 2 * d  # each rank's heads met the q-k norms
     assert mm.sent(mm.traffic(replace(model, qk_norm=True), layout)) == pytest.approx(normed)
 
 
@@ -1055,10 +1038,8 @@ def test_a_hybrid_step_all_reduces_each_shard_among_its_replicas():
 
 def test_times_name_the_slower_tier_and_count_the_steps():
     net, layout = mm.Topology(node=8), Layout(tp=8, dp=2)
-    tp, dp = (
-        mm.Transfer("tp", "x", "all_reduce", 3, 8e9, 8),
-        mm.Transfer("dp", "x", "send", 1, 5e10, 2),
-    )
+    tp = mm.Transfer("tp", "x", "all_reduce", 3, 8e9, 8)
+    dp = mm.Transfer("dp", "x", "send", 1, 5e10, 2)
     assert not net.leaves_node(layout, "tp") and net.leaves_node(layout, "dp")
     assert net.seconds(layout, tp) == pytest.approx(3 * (14e9 / 450e9 + 14 * 10e-6))
     assert net.seconds(layout, dp) == pytest.approx(1 + 10e-6)
