@@ -42,11 +42,11 @@ import signal
 import sys
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 GiB = 2**30
 GUIDE = Path(__file__).with_name("memory_math_guide.json")
@@ -504,38 +504,34 @@ RECIPES = {
 _MAY_BE_0 = "zero", "shard"
 
 
-def _knob(default, text, choices=None):
-    return field(default=default, metadata={"text": text, "choices": choices})
-
-
 @dataclass(frozen=True)
 class Layout:
     """How a job is split, and how its layers are implemented. The command line is this class."""
 
-    tp: int = _knob(1, "tensor-parallel ranks")
-    sp: bool = _knob(False, "sequence parallelism inside tp")
-    pp: int = _knob(1, "pipeline ranks")
-    dp: int = _knob(1, "data-parallel ranks")
-    cp: int = _knob(1, "context-parallel ranks")
-    ep: int = _knob(1, "expert-parallel ranks, folded into tp x cp x dp")
-    etp: int = _knob(1, "tensor-parallel ranks inside an expert")
-    schedule: str = _knob("1f1b", "pipeline schedule", SCHEDULES)
-    v: int = _knob(1, "chunks per pipeline rank")
-    stages: tuple[int, ...] = _knob((), "layers of each stage, as 7,8,8,7; default: even")
-    zero: int = _knob(0, "ZeRO stage", (0, 1, 2, 3))
-    shard: int = _knob(0, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp")
-    recipe: str = _knob("bf16", "precision; activations have 16 bits, but in fp32", tuple(RECIPES))
-    batch: int = _knob(1, "sequences in a micro-batch")
-    seq: int = _knob(4096, "tokens in a sequence")
-    m: int = _knob(1, "micro-batches in a step, per data-parallel rank")
-    recompute: str = _knob("none", "activation recomputation", ("none", "selective", "full"))
-    attention: str = _knob("flash", "attention kernel", ("flash", "unfused"))
-    mlp: str = _knob("fused", "gated activation keeps 3, 4 or 2 F", ("fused", "eager", "recompute"))
-    norm: str = _knob("fused", "norm", ("fused", "eager"))
-    gather: str = _knob("again", "sp: gathered inputs for backward", ("again", "keep"))
-    cp_variant: str = _knob("ring", "attention", ("ring", "all-gather", "ulysses"))
-    dropout: bool = _knob(False, "dropout on attention and residuals")
-    loss: str = _knob("eager", "cross-entropy", ("eager", "copies", "fused"))
+    tp: Annotated[int, "tensor-parallel ranks"] = 1
+    sp: Annotated[bool, "sequence parallelism inside tp"] = False
+    pp: Annotated[int, "pipeline ranks"] = 1
+    dp: Annotated[int, "data-parallel ranks"] = 1
+    cp: Annotated[int, "context-parallel ranks"] = 1
+    ep: Annotated[int, "expert-parallel ranks, folded into tp x cp x dp"] = 1
+    etp: Annotated[int, "tensor-parallel ranks inside an expert"] = 1
+    schedule: Annotated[str, "pipeline schedule", SCHEDULES] = "1f1b"
+    v: Annotated[int, "chunks per pipeline rank"] = 1
+    stages: Annotated[tuple[int, ...], "layers of each stage, as 7,8,8,7; default: even"] = ()
+    zero: Annotated[int, "ZeRO stage", (0, 1, 2, 3)] = 0
+    shard: Annotated[int, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp"] = 0
+    recipe: Annotated[str, "precision; activations: 16 bits, but in fp32", tuple(RECIPES)] = "bf16"
+    batch: Annotated[int, "sequences in a micro-batch"] = 1
+    seq: Annotated[int, "tokens in a sequence"] = 4096
+    m: Annotated[int, "micro-batches in a step, per data-parallel rank"] = 1
+    recompute: Annotated[str, "activation recomputation", ("none", "selective", "full")] = "none"
+    attention: Annotated[str, "attention kernel", ("flash", "unfused")] = "flash"
+    mlp: Annotated[str, "gated MLP keeps 3, 4 or 2 F", ("fused", "eager", "recompute")] = "fused"
+    norm: Annotated[str, "norm", ("fused", "eager")] = "fused"
+    gather: Annotated[str, "sp: gathered inputs for backward", ("again", "keep")] = "again"
+    cp_variant: Annotated[str, "attention", ("ring", "all-gather", "ulysses")] = "ring"
+    dropout: Annotated[bool, "dropout on attention and residuals"] = False
+    loss: Annotated[str, "cross-entropy", ("eager", "copies", "fused")] = "eager"
 
     @property
     def world(self):
@@ -564,6 +560,13 @@ class Layout:
         """{axis of a weight: ranks that split it}."""
         kv = min(self.tp, model.kv_heads)
         return {"tp": self.tp, "kv": kv, "ep": self.ep, "etp": self.etp}
+
+
+def flags_of(function):
+    """{parameter: (type, help, choices if it has some)} of what a function, or Layout, takes."""
+    kinds = inspect.signature(function).parameters.items()
+    return {name: (p.annotation.__origin__, *p.annotation.__metadata__)
+            for name, p in kinds if hasattr(p.annotation, "__metadata__")}  # fmt: skip
 
 
 def split_layers(layers, stages):
@@ -602,12 +605,12 @@ def check_schedule(schedule, p, m, v=1):
 def validate(model, layout):
     """ValueError, in one sentence with the way out, if the model cannot be split like this."""
     lo, m = layout, model
-    for f in fields(lo):
-        value, least = getattr(lo, f.name), 0 if f.name in _MAY_BE_0 else 1
-        if f.type is int and value < least:
-            raise ValueError(f"--{f.name} {value}: at least {least} is needed")
-        if f.metadata["choices"] and value not in f.metadata["choices"]:
-            nearest(value, [str(choice) for choice in f.metadata["choices"]], f"--{f.name}")
+    for name, (kind, _, *choices) in flags_of(Layout).items():
+        value, least = getattr(lo, name), 0 if name in _MAY_BE_0 else 1
+        if kind is int and value < least:
+            raise ValueError(f"--{name} {value}: at least {least} is needed")
+        if choices and value not in choices[0]:
+            nearest(value, [str(choice) for choice in choices[0]], f"--{name}")
     if not m.experts and (lo.ep, lo.etp) != (1, 1):
         raise ValueError(f"--ep {lo.ep} --etp {lo.etp}: {m.name} has no experts: leave both at 1")
     ffns = [m.ffn] * (not m.experts or bool(m.dense_layers)) + [m.shared_ffn] * bool(m.shared_ffn)
@@ -2040,49 +2043,41 @@ COMMANDS = [run_params, run_estimate, run_traffic, run_bubble, run_compute, run_
 COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
 
 
-def positive(text):
-    """A number above 0, as 1.4e12."""
-    if not 1e-12 <= float(text) <= 1e30:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1e-12 to 1e30")
-    return float(text)
+def number(kind, several, text):
+    """A number above 0, whole if kind is int; several with commas between, where 0 too is one."""
+    if several:
+        return tuple(0 if word == "0" else number(kind, False, word) for word in text.split(","))
+    least, most = (1, 10**12) if kind is int else (1e-12, 1e30)
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text} is not {what} from {least:g} to {most:g}")
+    return value
 
 
-def whole(text):
-    """A whole number above 0."""
-    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to 10**12")
-    return int(text)
-
-
-def some(read):
-    """A reader of several with commas between, as 7,8,8,7; 0 is allowed."""
-    return lambda text: tuple(0 if word == "0" else read(word) for word in text.split(","))
-
-
-def add_flag(parser, name, kind, default, text, choices=None):
-    """A flag of a kind; without a default, or with None, a bare word."""
-    if default in (None, inspect.Parameter.empty):
-        parser.add_argument(name, nargs="?" if default is None else None, help=text)
-        return
-    flag, text = "--" + name.replace("_", "-"), f"{text} (default: {default})".replace("%", "%%")
-    several = {tuple[int, ...]: some(whole), tuple[float, ...]: some(positive)}
-    count = int if name in _MAY_BE_0 else whole
-    read = ({float: positive, int: count} | several).get(kind, kind)
-    how = dict(type=read, choices=choices)
-    how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
-    parser.add_argument(flag, default=default, help=text, **how)
-
-
-def add_layout_flags(parser, default=Layout()):
-    """A flag for every field of Layout."""
-    for f in fields(Layout):
-        add_flag(parser, f.name, f.type, getattr(default, f.name), **f.metadata)
+def add_flags(parser, function, defaults):
+    """A flag for each annotated parameter; without a default, or with None, a bare word."""
+    for name, (kind, text, *choices) in flags_of(function).items():
+        default, flag = defaults[name], "--" + name.replace("_", "-")
+        if default in (None, inspect.Parameter.empty):
+            parser.add_argument(name, nargs="?" if default is None else None, help=text)
+            continue
+        each, *several = get_args(kind) or [kind]
+        plain = each is str or name in _MAY_BE_0
+        read = kind if plain else partial(number, each, bool(several))
+        how = dict(type=read, choices=choices[0] if choices else None)
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
+        text = f"{text} (default: {default})".replace("%", "%%")
+        parser.add_argument(flag, default=default, help=text, **how)
 
 
 def parsed_layout(text, default):
     """The layout that flags in a text make of another."""
     parser = argparse.ArgumentParser(prog="--versus", add_help=False)
-    add_layout_flags(parser, default)
+    add_flags(parser, Layout, vars(default))
     return Layout(**vars(parser.parse_args(text.split())))
 
 
@@ -2091,20 +2086,17 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
-        name = run.__name__.removeprefix("run_")
+        name, given = run.__name__.removeprefix("run_"), inspect.signature(run).parameters
         sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print data instead of text")
-        for option in inspect.signature(run).parameters.values():
-            if option.name == "model":
-                which = sub.add_mutually_exclusive_group()
-                which.add_argument("--model", default="llama-3-8b", help="a released model")
-                which.add_argument("--config", help="a Hugging Face config.json")
-            elif option.name == "layout":
-                add_layout_flags(sub)
-            else:
-                kind, text = option.annotation.__origin__, option.annotation.__metadata__[0]
-                add_flag(sub, option.name, kind, option.default, text)
+        if "model" in given:
+            which = sub.add_mutually_exclusive_group()
+            which.add_argument("--model", default="llama-3-8b", help="a released model")
+            which.add_argument("--config", help="a Hugging Face config.json")
+        if "layout" in given:
+            add_flags(sub, Layout, vars(Layout()))
+        add_flags(sub, run, {name: option.default for name, option in given.items()})
     return parser
 
 

@@ -1554,6 +1554,8 @@ WRONG = [
     ("plot zero --tp 3", "--tp 3 does not divide"),
     ("compute --gpu h1oo", "nearest are h100"),
     ("compute --mfu 1.5", "impossible"),
+    ("compute --mfu much", "--mfu: much is not a number from 1e-12 to 1e+30"),
+    ("estimate --tp two", "--tp: two is not a whole number from 1 to 1e+12"),
     ("compute --moved 1e9", "MBU"),
     ("compute --precision hbm", "no precision of h100 is named hbm"),
     ("compute --tokens -1", "--tokens"),
