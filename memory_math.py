@@ -1057,13 +1057,14 @@ def way_out(model, layout, hbm, most=9):
 
 
 def ring_all_reduce_bytes(size, n):
-    """Sent by each rank that all-reduces `size` bytes over n: 2(n-1)/n of them."""
+    """Bytes sent by each rank that all-reduces `size` bytes over n: 2(n-1)/n of them. Source, as of
+    the next: Patarasuk & Yuan 2009."""
     return 2 * (n - 1) / n * size
 
 
 def ring_share_bytes(size, n):
-    """Sent by each rank of an all-gather to, a reduce-scatter of, or an even all-to-all of `size`
-    bytes over n: (n-1)/n of them."""
+    """Bytes sent by each rank of an all-gather to, a reduce-scatter of, or an even all-to-all of
+    `size` bytes over n: (n-1)/n of them."""
     return (n - 1) / n * size
 
 
@@ -1096,6 +1097,9 @@ def sent(transfers):
 # phase and collective | calls | bytes of a call, of the whole tensor | only where
 # n ranks of the group · P parameters of w bytes · g bytes of a gradient, dk and dv too · z ZeRO
 # R rows to experts · E experts · pairs: attention and MLP, each between an f and a g
+# Sources: pairs Shoeybi et al. 2019, with sp Korthikanti et al. 2022; experts Lepikhin et al. 2021;
+# ring Liu et al. 2023; all-gather Llama 3 report; ulysses Jacobs et al. 2023; boundary Narayanan et
+# al. 2021; zero Rajbhandari et al. 2020, section 7.
 TRAFFIC = """
 [layer over tp]
 forward all_reduce       | pairs           | T*h*e | not sp
@@ -1460,7 +1464,8 @@ def peak_flops(gpu, precision="bf16", sparse=False):
 
 
 def attention_flops(layers, heads, head_dim, seq, causal=False, v_dim=None):
-    """Scores and their sum over V, a token, forward and backward: 12 L a d s; half if causal."""
+    """FLOPs of scores and of their sum over V, a token, forward and backward: 12 L a d s; half if
+    causal. Source: PaLM (Chowdhery et al. 2022), appendix B."""
     both = head_dim + (head_dim if v_dim is None else v_dim)
     return 6 * layers * heads * both * seq / (2 if causal else 1)
 
@@ -1488,7 +1493,7 @@ def flops_per_token(model, seq, convention="6N"):
 
 
 def training_flops(params, tokens):
-    """6 x parameters x tokens."""
+    """FLOPs: 6 x parameters x tokens (Kaplan et al. 2020)."""
     return 6 * params * tokens
 
 
@@ -1503,7 +1508,8 @@ def training_days(flops, gpus, flops_per_second):
 
 
 def mfu_of(flops, seconds, gpus, peak):
-    """Model FLOPs of all ranks over what all GPUs could do; above 1 is impossible: ValueError."""
+    """Model FLOPs of all ranks over what all GPUs could do, a share (PaLM, appendix B); above 1 is
+    impossible: ValueError."""
     share = flops / (seconds * gpus * peak)
     if share > 1 + 1e-9:
         raise ValueError(
@@ -1540,7 +1546,8 @@ def effective_batch(layout):
 
 
 def lr_scale(batch_ratio, rule="sqrt"):
-    """Factor of the learning rate when the batch grows: sqrt (Adam) or linear (SGD)."""
+    """Factor of the learning rate when the batch grows: sqrt (Adam; Malladi et al. 2022) or linear
+    (SGD; Goyal et al. 2017)."""
     return {"sqrt": math.sqrt(batch_ratio), "linear": batch_ratio}[rule]
 
 
