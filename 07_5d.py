@@ -6,9 +6,9 @@ what divides the loss, what counts once in a norm, and what a checkpoint must sa
 grid can read it. One table answers the first; all else follows from it.
 
     rank  0  1  2  3   4  5  6  7   8 ...          outermost axis: pp      stages of layers
-          └tp┘  tp     tp    tp     next stage     then dp                 samples
-          └─ cp ─┘     └─ cp ─┘                    then cp                 positions
-          └───── dp ─────┘                         innermost: tp (+ SP)    heads, widths, vocabulary
+          └tp┘  └tp┘   └tp┘  └tp┘   next stage     then dp                 samples
+          └── cp ──┘   └── cp ──┘                  then cp                 positions
+          └──────── dp ─────────┘                  innermost: tp (+ SP)    heads, widths, vocabulary
           experts: the plane dp x cp once more, as edp x ep
 
     parameter             split over    its gradient is summed over
@@ -44,7 +44,6 @@ from collections import Counter, defaultdict, namedtuple
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -87,7 +86,8 @@ class Grid:
             "pp (edp ep) tp -> pp edp ep tp", ep=ep,
         )  # fmt: skip
         # /Q7.1
-        self.at = self._coordinates()
+        dense, expert = (np.argwhere(a == self.me)[0].tolist() for a in (self.dense, self.expert))
+        self.at = dict(zip("pp dp cp tp edp ep".split(), [*dense, *expert[1:3]]))
         patience = timedelta(seconds=timeout)
         self._groups = {}
         for axes in self.GROUPS:  # every rank makes every group, in this order, or all would hang
@@ -109,10 +109,6 @@ class Grid:
     def size(self, axes):
         """Ranks along axes such as "dp cp"."""
         return math.prod(self.sizes[axis] for axis in axes.split())
-
-    def _coordinates(self):
-        dense, expert = (np.argwhere(a == self.me)[0].tolist() for a in (self.dense, self.expert))
-        return dict(zip("pp dp cp tp edp ep".split(), [*dense, *expert[1:3]]))
 
     def lines(self):
         """The grid as text: for each stage a table of ranks, a row per (dp, cp), tp across."""
@@ -292,12 +288,12 @@ class Model:
     def parameters(self, active=False):
         """How many parameters all ranks hold together, each counted once; of the experts, if
         active, only as many as a token goes to."""
-        mine = 0
-        for name, shape in self.shapes.items():
-            kind = self.kinds[name]
-            rests = active and kind == "expert"
-            share = self.args.top_k / self.args.experts if rests else kind != "copy"
-            mine += share * shape.numel() / self.copies(kind)
+        chosen = self.args.top_k / self.args.experts if active and self.args.experts else 1
+        share = {"copy": 0, "expert": chosen}
+        mine = sum(
+            share.get(kind, 1) * self.shapes[name].numel() / self.copies(kind)
+            for name, kind in self.kinds.items()
+        )
         count = torch.tensor(mine, dtype=torch.float64, device=self.device)
         # all_reduce(SUM) over all ranks, 1
         dist.all_reduce(count, group=self.grid["pp dp cp tp"])
@@ -320,19 +316,15 @@ class Model:
     def gradients(self, x_BS, y_BS):
         """Forward, backward, and all reductions. Returns (loss, gradient norm) of the whole step,
         the same numbers on every rank."""
-        micro_batches, grid = self.micro_batches(x_BS, y_BS), self.grid
-        losses, _ = pp.execute(self.schedule, self.stages, micro_batches, grid["pp"])
+        loss = self._run(self.schedule, x_BS, y_BS)
         if self.args.tied or self.twins:
-            pp.share_gradients(self.schedule, self.stages, grid["pp"])
-        squares = self.optimizer.grad_norm_sq()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if grid.at["tp"] == 0:  # tp ranks have the same losses
-            totals[0] += sum(losses.values())
-        for group, square in zip(self.optimizer.param_groups, squares):
-            if group["kind"] != "copy":
-                totals[1] += square / self.copies(group["kind"])
+            pp.share_gradients(self.schedule, self.stages, self.grid["pp"])
+        kinds = [group["kind"] for group in self.optimizer.param_groups]
+        squares = dict(zip(kinds, self.optimizer.grad_norm_sq()))
+        square = sum(squares[kind] / self.copies(kind) for kind in kinds if kind != "copy")
+        totals = torch.stack([loss, square])
         # all_reduce(SUM) over all ranks, 2: the loss, and the square of the one gradient's norm
-        dist.all_reduce(totals, group=grid["pp dp cp tp"])
+        dist.all_reduce(totals, group=self.grid["pp dp cp tp"])
         return totals[0].item(), totals[1].sqrt().item()
 
     def step(self, x_BS, y_BS, rate, max_norm=1.0):
@@ -358,14 +350,18 @@ class Model:
         """The loss of a batch, forward only, by the forwards of the same schedule."""
         only_f = lambda cell: tuple(op for op in cell if op.kind == "F")
         forwards = [[only_f(cell) for cell in cells if only_f(cell)] for cells in self.schedule]
-        micro_batches = self.micro_batches(x_BS, y_BS)
-        losses, _ = pp.execute(forwards, self.stages, micro_batches, self.grid["pp"])
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.grid.at["tp"] == 0:
-            loss += sum(losses.values())
+        loss = self._run(forwards, x_BS, y_BS)
         # all_reduce(SUM) over all ranks, 1
         dist.all_reduce(loss, group=self.grid["pp dp cp tp"])
         return loss.item()
+
+    def _run(self, schedule, x_BS, y_BS):
+        """Run the micro-batches. Returns this rank's part of the loss; of tp ranks, which all have
+        the same, the first has it."""
+        micro_batches = self.micro_batches(x_BS, y_BS)
+        losses, _ = pp.execute(schedule, self.stages, micro_batches, self.grid["pp"])
+        mine = sum(losses.values()) if self.grid.at["tp"] == 0 else 0.0
+        return torch.as_tensor(mine, dtype=torch.float64, device=self.device)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -406,12 +402,12 @@ def save(model, step, folder):
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier(group=world)
+    mine = io.BytesIO()
+    torch.save({"pieces": list(pieces(model)), "random": torch.get_rng_state()}, mine)
     file = aside / f"rank_{me:05}.pt"
-    mine = {"pieces": list(pieces(model)), "random": torch.get_rng_state()}
-    content = io.BytesIO()
-    torch.save(mine, content)
-    write_synced(file, content.getvalue())
-    digest = torch.tensor([*hashlib.sha256(content.getvalue()).digest()], device=model.device)
+    file.write_bytes(mine.getvalue())
+    sync(file)
+    digest = torch.tensor([*hashlib.sha256(mine.getvalue()).digest()], device=model.device)
     digests = digest.new_empty(dist.get_world_size(world) * len(digest))
     # all_gather over all ranks, 32 from each: all files are written, and this is what is in them
     dist.all_gather_single(digests, digest, group=world)
@@ -421,25 +417,19 @@ def save(model, step, folder):
         about = {"step": step, "grid": model.grid.sizes, "model": model_of(model.args)}
         content = json.dumps({**about, "files": files}).encode()
         seal = hashlib.sha256(content).hexdigest().encode()
-        write_synced(aside / "manifest", seal + b"\n" + content)
+        (aside / "manifest").write_bytes(seal + b"\n" + content)
+        for path in (aside / "manifest", aside):
+            sync(path)
         aside.rename(final)
-        sync_folder(folder)
+        sync(folder)
         for old in checkpoints(folder)[:-2]:
             shutil.rmtree(old)
     dist.barrier(group=world)
 
 
-def write_synced(path, content):
-    """Write bytes to a file, and wait until they are on the disk."""
-    with open(path, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def sync_folder(folder):
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path):
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
@@ -479,25 +469,24 @@ def newest(folder):
     if not complete:
         return None
     path = complete[-1]
-    seal, _, content = read_whole(path / "manifest").partition(b"\n")
-    check_digest(path / "manifest", content, seal.decode(errors="replace"))
-    manifest = json.loads(content)
+    manifest = json.loads(intact(path / "manifest"))
     for name, digest in manifest["files"].items():
-        check_digest(path / name, read_whole(path / name), digest)
+        intact(path / name, digest)
     return path, manifest
 
 
-def read_whole(file):
-    """The bytes of a file of a checkpoint. Raises ValueError with its name where it is missing."""
+def intact(file, digest=None):
+    """The bytes of a file of a checkpoint; without a digest, what follows its first line, which is
+    one. Raises ValueError with its name where it is missing, or not what was written."""
     if not file.is_file():
         raise ValueError(f"--resume: {file} is missing; remove {file.parent}")
-    return file.read_bytes()
-
-
-def check_digest(file, content, digest):
-    """Raise ValueError with the file's name where its content is not what was written."""
+    content = file.read_bytes()
+    if digest is None:
+        seal, _, content = content.partition(b"\n")
+        digest = seal.decode(errors="replace")
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"--resume: {file} is not what was written; remove {file.parent}")
+    return content
 
 
 @torch.no_grad()
@@ -847,14 +836,15 @@ def train(args, grid, device):
         with dp.Ledger() as ledger:
             batch = dp.sample(training, step, args.batch, args.length)
             loss, norm = model.step(*batch, rate_at(step, args))
-        now, done, to_do = time.perf_counter(), step + 1 - first, args.steps - step - 1
+        now, to_do = time.perf_counter(), args.steps - step - 1
         if not math.isfinite(norm):
             dp.say(f"{step + 1:4} skipped on every rank: the gradient's norm is {norm}")
-        elif done == 1 or (step + 1) % args.print_every == 0 or not to_do or now - said > 10:
-            rate, left, said = args.batch * args.length / (now - started), (now - began) / done, now
+        elif step == first or (step + 1) % args.print_every == 0 or not to_do or now - said > 10:
+            rate, said = args.batch * args.length / (now - started), now
+            left = to_do * (now - began) / (step + 1 - first)
             sent = "".join(f"{sent_by_axis(ledger, grid)[axis]:10,.0f}" for axis in AXES)
             dp.say(f"{step + 1:4}/{args.steps:<4}{loss:7.3f}{norm:7.2f}{rate:11,.0f}"
-                   f"{left * to_do:7.0f}s{sent}{utilisation(active, rate)}")  # fmt: skip
+                   f"{left:7.0f}s{sent}{utilisation(active, rate)}")  # fmt: skip
         if args.save and ((step + 1) % args.save_every == 0 or not to_do):
             save(model, step + 1, args.save)
     validation()
@@ -879,9 +869,8 @@ def main(args, device):
     dp.say(f"07 five axes · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
     dp.say("\n".join(grid.lines()) + "\n")
     broken = dp.prove(list(proof(small(args), grid, device)), device)
-    kept = {how: kept_by_block(small(args), grid, device, how)[0] for how in RECOMPUTE}
-    dp.say("\na block keeps for backward, by --recompute, bytes of a sample: "
-           + ", ".join(f"{how} {nbytes:,}" for how, nbytes in kept.items()))  # fmt: skip
+    kept = [f"{how} {kept_by_block(small(args), grid, device, how)[0]:,}" for how in RECOMPUTE]
+    dp.say(f"\na block keeps for backward, by --recompute, bytes of a sample: {', '.join(kept)}")
     return broken | (train(args, grid, device) if args.steps else 0)
 
 
@@ -892,82 +881,83 @@ def n_stages(args):
 
 def validate(args, ranks):
     """Refuse, in a sentence with the numbers, what cannot work."""
-    for wrong, why in chain(about_grid(args, ranks), about_model(args), about_folders(args)):
-        if wrong:
-            raise ValueError(why)
+    validate_grid(args, ranks)
+    validate_model(args)
+    dp.read_text(args.text, at_least=20 * (args.length + 1))
+    validate_folders(args)
 
 
-def about_grid(args, ranks):
-    """(is it so, why it cannot work) of the numbers alone, and of the ranks."""
+def refuse(wrong, why):
+    """Raise ValueError with the sentence, if it is so."""
+    if wrong:
+        raise ValueError(why)
+
+
+def validate_grid(args, ranks):
+    """The numbers alone, and the ranks."""
     sizes = {axis: getattr(args, axis) for axis in ("pp", "dp", "cp", "tp")}
     least = dict.fromkeys(("ep", *sizes, *(name.replace("-", "_") for name in NUMBERS)), 1)
-    for name, at_least in {**least, "top_k": args.top_k, "experts": 0, "steps": 0}.items():
+    for name, at_least in {**least, "experts": 0, "steps": 0}.items():
         flag, n = f"--{name.replace('_', '-')}", getattr(args, name)
-        yield n < at_least, f"{flag} {n}: at least {at_least} is needed"
-    yield not 0 < args.rate < math.inf, f"--rate {args.rate}: a rate is more than 0"
-    product = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
-    n = math.prod(sizes.values())
-    yield n != ranks, f"{product} = {n}, and there are {ranks} ranks"
+        refuse(n < at_least, f"{flag} {n}: at least {at_least} is needed")
+    refuse(not 0 < args.rate < math.inf, f"--rate {args.rate}: a rate is more than 0")
+    product, n = " x ".join(f"--{axis} {n}" for axis, n in sizes.items()), math.prod(sizes.values())
+    refuse(n != ranks, f"{product} = {n}, and there are {ranks} ranks")
     named = sorted(args.order.split()) == sorted(sizes)
-    yield not named, f"--order {args.order!r}: name each of pp, dp, cp and tp once"
+    refuse(not named, f"--order {args.order!r}: name each of pp, dp, cp and tp once")
     fit = [n for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
     plane = f"--dp {args.dp} x --cp {args.cp}"
-    yield args.ep not in fit, f"--ep {args.ep} does not divide {plane}: use one of {fit}"
+    refuse(args.ep not in fit, f"--ep {args.ep} does not divide {plane}: use one of {fit}")
 
 
-def about_model(args):
-    """The same of what the model, its schedule and its switches ask of the grid."""
-    E, k, sp = args.experts, args.top_k, args.sp and args.tp > 1
-    yield E % args.ep, f"--ep {args.ep} does not divide --experts {E}"
-    yield E and not 1 <= k <= E, f"--top-k {k}: choose from 1 to {E} experts"
-    schedule = make_schedule(args, args.pp)
-    yield args.schedule == "dualpipe" and E and args.balance == "bias", (
-        "--schedule dualpipe --balance bias: each of the two copies of a router would learn from "
-        "its own half of the micro-batches: say --balance aux"
-    )
+def validate_model(args):
+    """What the model, its schedule and the switches ask of the grid."""
+    E, k, length, m = args.experts, args.top_k, args.length, args.micro_batches
+    refuse(E % args.ep, f"--ep {args.ep} does not divide --experts {E}")
+    refuse(E and not 1 < k <= E, f"--top-k {k}: choose from 2 to {E} experts, or gates are all 1")
+    kinds = {op.kind for cells in make_schedule(args, args.pp) for cell in cells for op in cell}
+    if args.schedule == "dualpipe" and E:
+        apart = "each copy of a router would learn from its half of the micro-batches"
+        refuse(args.balance == "bias", f"--schedule dualpipe: {apart}: say --balance aux")
     if args.zero == 3:
-        split = any(op.kind == "W" for cells in schedule for cell in cells for op in cell)
-        yield split, f"--zero 3 reduces in backward, which --schedule {args.schedule} splits"
-        recomputed = "--zero 3 --recompute full: under SP norms are units: say --no-sp"
-        yield args.recompute == "full" and sp, recomputed
-        yield E, "--zero 3 shards dense models: say --experts 0, or --zero 1"
-        apart = f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied"
-        yield args.tied and args.pp > 1, apart
-    uneven = args.kv_heads % args.tp
-    yield uneven, f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}"
+        units = args.recompute == "full" and args.sp and args.tp > 1
+        refuse(units, "--zero 3 --recompute full: under SP norms are units: say --no-sp")
+        refuse("W" in kinds, f"--zero 3 reduces in backward, which {args.schedule} splits")
+        refuse(E, "--zero 3 shards dense models: say --experts 0, or --zero 1")
+        apart = args.tied and args.pp > 1
+        refuse(apart, f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied")
+    refuse(args.kv_heads % args.tp, f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
     tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
     tp.divides(args.tp, hidden=args.hidden)
-    heads, cp_splits = args.heads // args.tp, f"--attention ulysses: --cp {args.cp} does not divide"
-    uneven = args.attention == "ulysses" and heads % args.cp
-    yield uneven, f"{cp_splits} the {heads} heads that --tp {args.tp} leaves a rank"
-    pieces, m = 2 * args.cp * (args.tp if args.sp else 1), args.micro_batches
-    many = f"--length {args.length} is no multiple of {pieces}: 2 x cp, x tp with SP"
-    yield args.length % pieces, many
-    many = f"--batch {args.batch} is no multiple of --micro-batches {m} x --dp {args.dp}"
-    yield args.batch % (m * args.dp), many
-    stages = f"{args.schedule} on --pp {args.pp} has {n_stages(args)} stages"
-    yield n_stages(args) > args.layers, f"--layers {args.layers}: {stages}, of a layer or more each"
-    dp.read_text(args.text, at_least=20 * (args.length + 1))
+    heads, ulysses = args.heads // args.tp, args.attention == "ulysses"
+    left = f"the {heads} heads that --tp {args.tp} leaves a rank"
+    refuse(ulysses and heads % args.cp, f"ulysses: --cp {args.cp} does not divide {left}")
+    pieces = 2 * args.cp * (args.tp if args.sp else 1)
+    refuse(length % pieces, f"--length {length} is no multiple of {pieces}: 2 x cp, x tp with SP")
+    parts = f"--micro-batches {m} x --dp {args.dp}"
+    refuse(args.batch % (m * args.dp), f"--batch {args.batch} is no multiple of {parts}")
+    stages = f"{args.schedule} on --pp {args.pp} has {n_stages(args)} stages, of a layer or more"
+    refuse(n_stages(args) > args.layers, f"--layers {args.layers}: {stages} each")
 
 
-def about_folders(args):
-    """The same of checkpoints: none to go on from, one of another model, one in the way."""
-    path, manifest = (newest(args.resume) if args.resume else None) or (None, None)
+def validate_folders(args):
+    """Checkpoints: none to go on from, one of another model, or one in the way."""
+    nothing = None, {"model": {}, "step": 0}
+    path, manifest = args.resume and newest(args.resume) or nothing
     missing = args.resume and not path and args.resume != args.save
-    yield missing, f"--resume {args.resume}: there is no checkpoint in it"
-    for key, value in manifest["model"].items() if path else ():
+    refuse(missing, f"--resume {args.resume}: there is no checkpoint in it")
+    for key, value in manifest["model"].items():
         given = getattr(args, key)
-        yield value != given, f"--resume: {path} has {key} {value}, not {given}"
-    done = manifest["step"] if path else 0
-    few = f"--resume: {path} is of step {done}, past --steps {args.steps}"
-    yield 0 < args.steps < done, few
-    kept = checkpoints(args.save) if args.save and args.save != args.resume else ()
-    yield kept, f"--save {args.save}: {kept and kept[-1].name} is there; --resume it, or move it"
+        refuse(value != given, f"--resume: {path} has {key} {value}, not {given}")
+    past = f"--resume: {path} is of step {manifest['step']}, past --steps {args.steps}"
+    refuse(0 < args.steps < manifest["step"], past)
+    if args.save and args.save != args.resume and (kept := checkpoints(args.save)):
+        raise ValueError(f"--save {args.save}: {kept[-1].name} is there; --resume it, or move it")
     try:
         if args.save:
             Path(args.save).mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        yield True, f"--save {args.save}: {refused.strerror}"
+        raise ValueError(f"--save {args.save}: {refused.strerror}") from None
 
 
 NUMBERS = {

@@ -242,7 +242,7 @@ INVALID = [
     ("--pp 0", "--pp 0"), ("--tp -1", "--tp -1"), ("--ranks 6", "16, and there are 6"),
     ("--dp 3 --ep 4", "--ep 4 does not divide --dp 3 x --cp 2"),
     ("--ep 3", "--ep 3"), ("--ep 4 --experts 6", "--experts 6"),
-    ("--top-k 9", "--top-k 9"), ("--top-k 0", "--top-k 0"),
+    ("--top-k 9", "from 2 to 4"), ("--top-k 0", "--top-k 0"), ("--top-k 1", "--top-k 1"),
     ("--tp 8", "--tp 8 does not divide --kv-heads 4"), ("--tp 3 --heads 6 --kv-heads 3", "64"),
     ("--heads 6", "heads 6"), ("--kv-heads 6", "heads 6"),
     ("--length 30", "--length 30"), ("--batch 10", "--batch 10"), ("--batch 0", "--batch 0"),
