@@ -1,6 +1,7 @@
 """04_pp_schedules: lists against papers, torch and closed forms; the executor against one process,
 the ledger and the simulator; and the reported faults of pipelines."""
 
+import dataclasses
 import importlib
 import json
 import random
@@ -166,18 +167,21 @@ def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
     exact = 0
-    for costs in [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0), (1, 2, 1.5, 0)]:
-        for kept in (1, 0.5):
-            for p in (2, 4, 8):
-                for m in {1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p, 8 * p}:
+    every = [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (1, 1.2, 0.7, 0), (1, 2, 1.5, 0)]
+    for p in (2, 4, 8):
+        for m in {1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p, 8 * p}:
+            schedule = SCHEDULES[name](p, m)
+            for costs in every:
+                t = simulate(schedule, costs)
+                for kept in (1, 0.5):
                     bubble, peaks, messages = pp.closed_form(name, p, m, costs=costs, kept=kept)
-                    t = simulate(SCHEDULES[name](p, m), costs, kept)
                     assert t.messages == messages
                     if peaks:
                         exact += 1
                         whole = getattr(t, pp.FORMULAS[name][1])
                         assert whole - t.ideal == pytest.approx(bubble), (costs, p, m)
-                        assert t.peak == pytest.approx(peaks), (costs, kept, p, m)
+                        held = dataclasses.replace(t, kept=kept).peak
+                        assert held == pytest.approx(peaks), (costs, kept, p, m)
     assert exact >= (12 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 80)
 
 
@@ -375,8 +379,10 @@ def test_tied_ends_and_copies_stay_equal_and_follow_the_twin(p):
         twin(None, (torch.cat(x), torch.cat(y), divisors[0])).backward()
         stepper.step()
     wanted = dict(twin.named_parameters())
-    for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"):
-        copies = [ranks[name] for ranks in on_ranks(p, trained, [name], 5)]
+    names = "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"
+    answers = on_ranks(p, trained, names, 5)
+    for name in names:
+        copies = [ranks[name] for ranks in answers]
         seen = Counter(key for copy in copies for key in copy)
         assert seen.keys() == wanted.keys()
         assert seen["embedding.weight"] == (1 if name == "zb-v" else 2)
@@ -516,7 +522,7 @@ def frozen(name):
 
 @question("Q4.4")
 def test_frozen_weights_owe_nothing_and_nothing_is_left_at_the_step():
-    whole, split = on_ranks(4, frozen, "1f1b"), on_ranks(4, frozen, "zb-h1")
+    whole, split = zip(*on_ranks(4, lambda: (frozen("1f1b"), frozen("zb-h1"))))
     owed = [4, 3, 0, 5]  # matrices: two blocks of two; the last stage has the head as well
     for rank, ((plain, *_), (deferred, sizes, left)) in enumerate(zip(whole, split)):
         assert sizes == [owed[rank]] * 8 and left == 0
@@ -538,11 +544,12 @@ def callbacks(name):
     return [(s, all(map(torch.equal, then, copies(s)))) for s, then in calls], sorted(stages)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
-def test_last_backward_is_called_once_a_stage_and_not_before_its_last_gradient(name):
-    for calls, stages in on_ranks(2, callbacks, name):
-        assert sorted(stage for stage, _ in calls) == stages
-        assert all(final for _, final in calls)
+def test_last_backward_is_called_once_a_stage_and_not_before_its_last_gradient():
+    names = "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"
+    for answers in on_ranks(2, lambda: [callbacks(name) for name in names]):
+        for name, (calls, stages) in zip(names, answers):
+            assert sorted(stage for stage, _ in calls) == stages, name
+            assert all(final for _, final in calls), name
 
 
 def validation():
@@ -629,41 +636,95 @@ def overlapped(name):
 
 
 @question("Q4.6")
-@pytest.mark.parametrize("name, ahead", [("gpipe", [7, 14, 14, 7]), ("1f1b", [4, 4, 4, 0])])
-def test_messages_are_posted_ahead_of_a_computation_that_hides_them(name, ahead):
-    received, sent = zip(*on_ranks(4, overlapped, name))
-    assert [posted for posted, *_ in received] == [posted for posted, *_ in sent] == [8, 16, 16, 8]
-    assert all(hidden >= least for (_, hidden, _), least in zip(received, ahead)), received
-    assert all(hidden >= posted - 3 for posted, hidden, _ in sent), sent
-    assert all(most <= 3 for *_, most in received + sent), "a message that is open holds a buffer"
+def test_messages_are_posted_ahead_of_a_computation_that_hides_them():
+    least = {"gpipe": [7, 14, 14, 7], "1f1b": [4, 4, 4, 0]}
+    for name, ranks in zip(least, zip(*on_ranks(4, lambda: [*map(overlapped, least)]))):
+        received, sent = zip(*ranks)
+        counts = [[posted for posted, *_ in kind] for kind in (received, sent)]
+        assert counts == [[8, 16, 16, 8]] * 2
+        assert all(hid >= ahead for (_, hid, _), ahead in zip(received, least[name])), received
+        assert all(hidden >= posted - 3 for posted, hidden, _ in sent), sent
+        assert all(most <= 3 for *_, most in received + sent), "an open message holds a buffer"
 
 
-def measured(name):
-    """The Timeline of a run with stages of different speed."""
-    p, m = dist.get_world_size(), 5
-    schedule = made(name, p, m)
-    stages = 1 + max(pp.placement(schedule))[1]
-    speed = [0.006 + 0.004 * ((3 * s) % stages) for s in range(stages)]
-    model = [Sleeper((t, 1.3 * t, 0.7 * t), s == stages - 1) for s, t in enumerate(speed)]
-    pp.execute(schedule, pp.mine(schedule, model, world()), range(m), world())  # warms up
-    dist.barrier()
-    _, timed = pp.execute(schedule, pp.mine(schedule, model, world()), range(m), world())
-    return pp.together(timed, world())
+class Clock(torch.nn.Module):
+    """A stage that takes time, and passes on by which time it was done: by its rank's own clock,
+    which counts the work of the rank and, where that is later, the time in a message. No message
+    that is on its way and no rank that waits for a core can put it off."""
+
+    def __init__(self, stage, last, now, events):
+        super().__init__()
+        self.stage, self.last, self.now, self.events = stage, stage == last, now, events
+        self.seconds = 1e-4 * (1 + 3 * stage % 5)
+
+    def boundary(self, microbatch):
+        return torch.empty((), dtype=torch.float64)
+
+    def take(self, kind, i, after=0.0):
+        """Work; returns the time when it is done."""
+        begun = time.perf_counter()
+        time.sleep(self.seconds * (1 + (7 * i + ord(kind)) % 5))
+        start = max(self.now[0], float(after))
+        self.now[0] = start + time.perf_counter() - begun
+        self.events.append((Op(kind, self.stage, i), start, self.now[0]))
+        return torch.tensor(self.now[0], dtype=torch.float64)
+
+    def forward(self, x, i, later=None):
+        x = torch.zeros((), dtype=torch.float64, requires_grad=True) if x is None else x
+        return _Tick.apply(x, self, i, later)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h2", "zb-v"])
-def test_measured_durations_simulated_give_the_measured_order(name):
-    run, schedule = on_ranks(3, measured, name)[0], made(name, 3, 5)
-    starts = lambda timeline: {cell.ops: cell.start for cell in timeline.cells}
-    predicted, found = starts(pp.replay(run, schedule)), starts(run)
-    late = sorted(found[ops] - predicted[ops] for ops in found)
-    assert late[0] > -1e-3, "nothing can start before its simulation"
-    slack = late[-1] + 1e-3  # what messages and a busy machine put off the latest cell
-    assert slack < 0.5 * run.makespan
-    for a in found:
-        for b in found:
-            if predicted[b] - predicted[a] > slack:
-                assert found[a] < found[b], (a, b)
+class _Tick(torch.autograd.Function):
+    """What arrives, either way, is a time; so is what leaves."""
+
+    @staticmethod
+    def forward(ctx, x, clock, i, later):
+        ctx.given = clock, i, later
+        return clock.take("F", i, x)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        clock, i, later = ctx.given
+        if later is not None:
+            later.append(lambda: clock.take("W", i))
+        after = 0.0 if clock.last else d_y  # the gradient of the loss itself is no time
+        return clock.take("B" if later is None else "I", i, after), None, None, None
+
+
+UNFUSED = [name for name in SCHEDULES if not name.startswith("dualpipe")]
+
+
+def clocked(m):
+    """Of a run by each schedule: its Timeline by the ranks' own clocks, and by the machine's."""
+    found, me = {}, dist.get_rank()
+    for name in UNFUSED:
+        schedule, now, events = made(name, dist.get_world_size(), m), [0.0], []
+        last = max(pp.placement(schedule))[1]
+        stages = {stage: Clock(stage, last, now, events) for stage in range(last + 1)}
+        _, timed = pp.execute(schedule, stages, range(m), world())
+        own = [pp.Timed(me, (op,), start, end) for op, start, end in events]
+        found[name] = pp.together(own, world()), pp.together(timed, world())
+    return found
+
+
+def test_measured_durations_simulated_give_the_measured_order():
+    """With no slack. By the ranks' own clocks all starts are as simulated, and so is the order of
+    all events; by the machine's, which counts messages and waits for a core as well, the order of
+    each rank is its list's, nothing starts before what it needs has ended, nor before its time."""
+    p, m = 3, 5
+    for name, (own, real) in on_ranks(p, clocked, m)[0].items():
+        schedule = made(name, p, m)
+        last = max(pp.placement(schedule))[1]
+        starts = lambda t: {cell.ops: cell.start for cell in t.cells}
+        predicted, found = starts(pp.replay(own, schedule)), starts(own)
+        assert predicted == pytest.approx(found, abs=1e-9), name
+        assert sorted(predicted, key=predicted.get) == sorted(predicted, key=found.get), name
+        assert [[cell.ops for cell in cells] for cells in real.ranks] == schedule, name
+        ended = {pp.result(op): cell.end for cell in real.cells for op in cell.ops}
+        soonest = starts(pp.replay(real, schedule))
+        for (op,), start in starts(real).items():
+            assert all(ended[need] <= start for need in pp.needs(op, last)), (name, op)
+            assert start >= soonest[op,] - 1e-9, (name, op)
 
 
 # ── as its user runs it ──────────────────────────────────────────────────────────────────────
