@@ -9,9 +9,9 @@ are a second list: one line per tensor kept for backward, written as the formula
                exact bytes, always printed beside them
     assumed    times: printed with the bandwidths and the convention they rest on
 
-Every formula is a line of a table, and the functions beside it evaluate them: WEIGHTS (shapes),
-RECIPES (bytes a parameter), ACTIVATIONS (logits at its [last] and [loss peak]), SCHEDULE_FORMS
-(bubbles, micro-batches in flight), TRAFFIC (bytes sent), PEAKS (FLOP/s). `--explain` shows them.
+Where to look: formulas are lines of tables. WEIGHTS (shapes), RECIPES (bytes of a parameter),
+ACTIVATIONS (bytes kept; logits at its [last] and [loss peak]), SCHEDULE_FORMS (bubbles and
+micro-batches in flight), TRAFFIC (bytes sent), PEAKS. `estimate --explain` puts numbers in.
 
     python memory_math.py params --model llama-3-8b
     python memory_math.py estimate --model llama-3-70b --tp 8 --sp --pp 4 --dp 8 --zero 1 --explain
@@ -839,12 +839,16 @@ def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
 # ── memory: how many micro-batches are in flight ─────────────────────────────────────────────
 
 
+def _schedule_letters(p, m, v, limit):
+    return dict(p=p, q=p - 1, m=m, v=v, g=m // max(1, m // p), k=limit or 2 * p - 1)
+
+
 def in_flight(schedule, p, m, v=1, rank=0, limit=None):
     """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
     all layers of the rank (DualPipe: of one of its two stages). Split backwards are counted as
     holding everything until W; zb-auto holds its limit, by default 2p - 1."""
     check_schedule(schedule, p, m, v)
-    sizes = dict(p=p, m=m, v=v, r=p - 1 - rank, g=m // max(1, m // p), k=limit or 2 * p - 1)
+    sizes = _schedule_letters(p, m, v, limit) | dict(r=p - 1 - rank)
     held = evaluate(_FORMS[schedule][3], {name: Fraction(n) for name, n in sizes.items()})
     return min(Fraction(m), Fraction(held))
 
@@ -1376,14 +1380,13 @@ class Bubble:
 def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
     """`Bubble` of a schedule by its line of SCHEDULE_FORMS. costs: (F, I, W, comm), for all layers
     of a rank and one hop. limit: micro-batches that zb-auto may hold, by default 2p - 1."""
-    p, m, v, k = int(p), int(m), int(v), limit or 2 * int(p) - 1
+    p, m, v = int(p), int(m), int(v)
     check_schedule(schedule, p, m, v)
     if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
         raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
     F, I, W, c = costs
-    names = dict(p=p, q=p - 1, m=m, v=v, k=k, g=m // max(1, m // p), n=m - 2 * p + 1, c=c)
-    names |= dict(F=F, I=I, W=W, B=F + I + W, X=min(F, I + W), Z=F + I - 2 * W + 2 * c)
-    names |= dict(min=min, max=max)
+    names = _schedule_letters(p, m, v, limit) | dict(n=m - 2 * p + 1, min=min, max=max)
+    names |= dict(F=F, I=I, W=W, c=c, B=F + I + W, X=min(F, I + W), Z=F + I - 2 * W + 2 * c)
     idle, span, where, _ = _FORMS[schedule]
     made = lambda idle, span, *how: Bubble(schedule, m * (F + I + W), idle, span, *how)
     if p == 1:
@@ -1392,7 +1395,8 @@ def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
         return made(None, None, False, f"no closed form: simulate it. One holds where {where}")
     first, second = (evaluate(x, names) if x else None for x in (idle, span or idle))
     if schedule == "zb-auto":
-        return made(first, second, False, f"a lower bound, if {k} micro-batches may be held")
+        held = f"a lower bound, if {names['k']} micro-batches may be held"
+        return made(first, second, False, held)
     exact = F == I == W or not schedule.startswith("dualpipe")
     return made(first, second, exact, "" if exact else "an estimate: exact where F = I = W")
 
