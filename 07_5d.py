@@ -88,13 +88,15 @@ class Grid:
         # /Q7.1
         dense, expert = (np.argwhere(a == self.me)[0].tolist() for a in (self.dense, self.expert))
         self.at = dict(zip("pp dp cp tp edp ep".split(), [*dense, *expert[1:3]]))
-        patience = timedelta(seconds=timeout)
-        self._groups = {}
+        given = dict(timeout=timedelta(seconds=timeout), use_local_synchronization=alone)
+        self._groups, made = {}, {}
         for axes in self.GROUPS:  # every rank makes every group, in this order, or all would hang
             for peers in self.rows(axes).tolist():
-                group = dist.new_group(peers, timeout=patience, use_local_synchronization=alone)
+                of = axes if len(peers) > 1 else "any axes", peers[0]
+                if of not in made:
+                    made[of] = dist.new_group(peers, **given)
                 if self.me in peers:
-                    self._groups[axes] = group
+                    self._groups[axes] = made[of]
 
     def rows(self, axes):
         """Rank numbers (groups, size of a group) for axes such as "dp cp"."""

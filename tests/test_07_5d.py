@@ -42,19 +42,37 @@ def grid_of(args, **given):
     return five.Grid(args.pp, args.dp, args.cp, args.tp, args.ep, args.order, **given)
 
 
-def prove(sizes, flags=""):
-    """Run the proof of a grid on its ranks, and hold each row to what it claims."""
-    args = options(*sizes, flags=flags)
-    by_rank = on_ranks(
-        args.ranks, lambda: list(five.proof(five.small(args), grid_of(args), CPU)), timeout=100
-    )
-    for rows in zip(*by_rank, strict=True):
-        error, wrong = max(row.error for row in rows), max(row.wrong for row in rows)
-        assert error == pytest.approx(wrong, rel=1e-6, abs=1e-9), rows[0].name
-        for row in rows:
-            for measured, formula in filter(None, (row.sent, row.held)):
-                assert measured == pytest.approx(formula, abs=0.5), row.name
+def prove(*cases):
+    """Run the proofs of grids of as many ranks, one after the other on the same ranks, and hold
+    each row to what it claims. Returns the names of the last one's rows."""
+    grids = [(case, options(*case[0], flags=case[1])) for case in cases]
+
+    def rows():
+        for case, args in grids:
+            try:
+                yield list(five.proof(five.small(args), grid_of(args), CPU))
+            except Exception as error:
+                error.add_note(f"in the proof of {case}")
+                raise
+
+    ((n,),) = [{args.ranks for _, args in grids}]
+    for case, *by_rank in zip(cases, *on_ranks(n, lambda: list(rows()), timeout=60 * len(cases))):
+        for rows in zip(*by_rank, strict=True):
+            error, wrong = max(row.error for row in rows), max(row.wrong for row in rows)
+            assert error == pytest.approx(wrong, rel=1e-6, abs=1e-9), (case, rows[0].name)
+            for row in rows:
+                for measured, formula in filter(None, (row.sent, row.held)):
+                    assert measured == pytest.approx(formula, abs=0.5), (case, row.name)
     return [row.name for row in by_rank[0]]
+
+
+def by_ranks(cases):
+    """Parameters of a test: the cases of each number of ranks."""
+    sizes = sorted({int(np.prod(sizes[:4])) for sizes, _ in cases})
+    return [
+        pytest.param([case for case in cases if np.prod(case[0][:4]) == n], id=f"{n} ranks")
+        for n in sizes
+    ]
 
 
 # ── values, bytes sent, bytes held ───────────────────────────────────────────────────────────
@@ -98,20 +116,20 @@ SLOW_CASES += [
 @question("Q7.1")
 @question("Q7.2")
 @question("Q7.3")
-@pytest.mark.parametrize("sizes, flags", CASES)
-def test_a_grid_equals_one_process(sizes, flags):
-    prove(sizes, flags)
+@pytest.mark.parametrize("cases", by_ranks(CASES))
+def test_a_grid_equals_one_process(cases):
+    prove(*cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes, flags", SLOW_CASES)
-def test_every_grid_equals_one_process(sizes, flags):
-    prove(sizes, flags)
+@pytest.mark.parametrize("cases", by_ranks(SLOW_CASES))
+def test_every_grid_equals_one_process(cases):
+    prove(*cases)
 
 
 @question("Q7.2")
 def test_rows_that_are_wrong_on_purpose_are_among_them():
-    names = prove((2, 1, 2, 2, 2), "--micro-batches 2")
+    names = prove(((2, 1, 2, 2, 2), "--micro-batches 2"))
     assert {"norms counted once a tp rank", "experts summed over dp x cp"} < set(names)
     assert "tied embedding not summed" in names
 
@@ -131,15 +149,16 @@ def test_the_table_of_reductions_follows_sequence_parallelism():
 def test_every_grid_counts_the_parameters_of_one_process():
     """Each element once: split, replicated, on both ends, or on DualPipe's two ranks."""
 
-    def count(args):
-        return five.Model(args, grid_of(args), CPU).parameters()
-
     dualpipe = "--schedule dualpipe --micro-batches 4 --balance aux"
-    for flags in ("", "--no-tied"):
-        (wanted,) = on_ranks(1, count, options(1, 1, 1, 1, 1, flags=flags))
-        for sizes in [(2, 1, 1, 1, 1), (2, 1, 2, 1, 2), (1, 1, 2, 2, 2)]:
-            args = options(*sizes, flags=f"{flags} {dualpipe if sum(sizes) == 6 else ''}")
-            assert on_ranks(args.ranks, count, args) == [wanted] * args.ranks
+
+    def count(sizes):
+        flags = dualpipe if sum(sizes) == 6 else ""
+        both = (options(*sizes, flags=f"{flags} {ends}") for ends in ("", "--no-tied"))
+        return [five.Model(args, grid_of(args), CPU).parameters() for args in both]
+
+    (wanted,) = on_ranks(1, count, (1, 1, 1, 1, 1))
+    for n, sizes in [(2, (2, 1, 1, 1, 1)), (4, (2, 1, 2, 1, 2)), (4, (1, 1, 2, 2, 2))]:
+        assert on_ranks(n, count, sizes) == [wanted] * n
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 2, 1, 1, 2)])
@@ -345,18 +364,22 @@ def test_validation_changes_nothing_and_equals_one_process():
         assert loss == pytest.approx(one[0], rel=1e-6) and loads == 0 and untouched
 
 
-@pytest.mark.parametrize("schedule", five.pp.SCHEDULES)
-def test_every_schedule_validates(schedule):
-    def evaluate(pp, schedule):
-        flags = f"{TINY} --micro-batches 4 --schedule {schedule}"
-        args = options(pp, 1, 1, 1, 1, flags=flags)
-        model = five.Model(args, grid_of(args), CPU)
-        x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
-        return model.evaluate(x_BS, y_BS), all(p.grad is None for p in model.named.values())
+def test_every_schedule_validates():
+    def evaluate(pp, schedules):
+        found = {}
+        for schedule in schedules:
+            flags = f"{TINY} --micro-batches 4 --schedule {schedule}"
+            args = options(pp, 1, 1, 1, 1, flags=flags)
+            model = five.Model(args, grid_of(args), CPU)
+            x_BS, y_BS = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
+            loss = model.evaluate(x_BS, y_BS)
+            found[schedule] = loss, all(p.grad is None for p in model.named.values())
+        return found
 
-    ((wanted, _),) = on_ranks(1, evaluate, 1, "gpipe")
-    found = on_ranks(2, evaluate, 2, schedule)
-    assert found == [(pytest.approx(wanted, rel=1e-6), True)] * 2
+    (alone,) = on_ranks(1, evaluate, 1, ["gpipe"])
+    wanted = pytest.approx(alone["gpipe"][0], rel=1e-6)
+    for found in on_ranks(2, evaluate, 2, list(five.pp.SCHEDULES)):
+        assert found == {schedule: (wanted, True) for schedule in five.pp.SCHEDULES}
 
 
 def test_the_bias_of_a_router_keeps_fp32_and_forgets_a_skipped_step():
@@ -381,9 +404,9 @@ SHORT = "--steps 8 --batch 8 --width 32 --hidden 64 --length 32 --micro-batches 
 HERE = (2, 1, 1, 2, 1)
 
 
-def steps(sizes, flags, stop, folder=None, resume=False):
+def steps(sizes, flags, stop, folder=None, resume=False, save_at=None):
     """(loss, norm and a random number of each step up to `stop`, the state then), from the newest
-    checkpoint if it is to resume."""
+    checkpoint if it is to resume; otherwise saved after step `save_at`, or the last."""
     args = options(*sizes, flags=f"{SHORT} {flags}")
     model = five.Model(args, grid_of(args), CPU, weight_decay=0.1)
     text, found = five.dp.read_text(None, 0), []
@@ -391,8 +414,8 @@ def steps(sizes, flags, stop, folder=None, resume=False):
     for step in range(first, stop):
         batch = five.dp.sample(text, step, args.batch, args.length)
         found.append((*model.step(*batch, five.rate_at(step, args)), torch.rand(()).item()))
-    if folder and not resume:
-        five.save(model, stop, folder)
+        if folder and not resume and step + 1 == (save_at or stop):
+            five.save(model, step + 1, folder)
     state = [(name, span, {k: t.clone() for k, t in tensors.items()})
              for name, span, tensors in model.optimizer.local_state()]  # fmt: skip
     return found, state
@@ -405,11 +428,11 @@ def steps(sizes, flags, stop, folder=None, resume=False):
 ])  # fmt: skip
 def test_resuming_on_the_same_grid_goes_on_bit_for_bit(sizes, flags, tmp_path):
     n = int(np.prod(sizes[:4]))
-    whole = on_ranks(n, steps, sizes, flags, 6)
-    half = on_ranks(n, steps, sizes, flags, 3, tmp_path)
+    undisturbed = on_ranks(n, steps, sizes, flags, 6)
+    saved = on_ranks(n, steps, sizes, flags, 6, tmp_path, False, 3)
     rest = on_ranks(n, steps, sizes, flags, 6, tmp_path, True)
-    for (all_found, all_state), (found, _), (more, state) in zip(whole, half, rest):
-        assert found + more == all_found
+    for (all_found, all_state), (found, _), (more, state) in zip(undisturbed, saved, rest):
+        assert found == all_found and more == all_found[3:]
         for (name, span, tensors), (other_name, other_span, others) in zip(all_state, state):
             assert (name, span) == (other_name, other_span) and tensors.keys() == others.keys()
             assert {"param", "exp_avg", "exp_avg_sq", "step"} <= tensors.keys()
@@ -438,8 +461,7 @@ def test_resuming_on_another_grid_goes_on_within_rounding(
     sizes, flags, others, other_flags, tmp_path
 ):
     n, m = (int(np.prod(each[:4])) for each in (sizes, others))
-    expected = on_ranks(n, steps, sizes, flags, 6)[0][0][3:]
-    on_ranks(n, steps, sizes, flags, 3, tmp_path)
+    expected = on_ranks(n, steps, sizes, flags, 6, tmp_path, False, 3)[0][0][3:]
     found = on_ranks(m, steps, others, other_flags, 6, tmp_path, True)[0][0]
     losses_and_norms = np.array(found)[:, :2], np.array(expected)[:, :2]
     np.testing.assert_allclose(*losses_and_norms, rtol=2e-4)
