@@ -367,6 +367,7 @@ class Timeline:
         for cell in self.cells:
             ranks[cell.rank].append(cell)
         self.ranks = [ranks[rank] for rank in sorted(ranks)]  # the cells of each
+        self.share = len(self.ranks) / (1 + max(op.stage for c in self.cells for op in c.ops))
         self.makespan = max(c.end for c in self.cells) - min(c.start for c in self.cells)
         self.span = max(own[-1].end - own[0].start for own in self.ranks)
         self.ideal = max(sum(c.end - c.start for c in own) for own in self.ranks)
@@ -375,8 +376,7 @@ class Timeline:
     def held(self, rank):
         """[(time, micro-batches whose activations the rank holds)], each from its F to its B, or in
         part to its W; one micro-batch in all layers of a rank counts 1."""
-        last = max(op.stage for cell in self.cells for op in cell.ops)
-        share, curve, level = len(self.ranks) / (last + 1), [], 0.0
+        share, curve, level = self.share, [], 0.0  # a stage's part of the layers of a rank
         freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
         trained = {op[1:3] for cell in self.ranks[rank] for op in cell.ops if op.kind != "F"}
         for _, ops, start, end in self.ranks[rank]:
@@ -435,14 +435,13 @@ def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.
 
 
 def bars(timeline):
-    """(rank, op, start, length) of each operation, from the first start on; of a fused cell, each
-    gets its usual share: a B twice that of an F."""
-    zero = min(cell.start for cell in timeline.cells)
+    """(rank, op, start, length) of each operation; of a fused cell, each gets its usual share: a B
+    twice that of an F."""
     for rank, ops, start, end in timeline.cells:
         parts = [1 + (op.kind == "B") for op in ops]
         for k, op in enumerate(ops):
             unit = (end - start) / sum(parts)
-            yield rank, op, start - zero + unit * sum(parts[:k]), unit * parts[k]
+            yield rank, op, start + unit * sum(parts[:k]), unit * parts[k]
 
 
 def sketch(timeline, width=160):
@@ -486,26 +485,21 @@ def gantt(timelines, path):
         axes.set_title(title, loc="left", size=10)
         axes.set(xlim=(0, longest), ylim=(len(t.ranks) - 0.4, -0.5))
         axes.set_axis_off()
-        _panel(axes, t, most, longest / 100)
+        for rank, op, start, length in bars(t):
+            axes.barh(rank - 0.13, length, 0.46, start, color=COLORS[op.kind], ec="black", lw=0.3)
+            if op.stage >= len(t.ranks) or op.direction:
+                axes.barh(rank + 0.06, length, 0.08, start, color="black")
+            if length > longest / 100:
+                look = dict(color="white" if op.kind == "W" else "black", ha="center", va="center")
+                axes.text(start + length / 2, rank - 0.15, op.microbatch, size=6.5, **look)
+        for rank in range(len(t.ranks)):
+            times, levels = zip(*t.held(rank))
+            curve = [rank + 0.48 - 0.36 * level / most for level in levels]
+            axes.fill_between(times, curve, rank + 0.48, step="post", fc=GREY)
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in NAMES]
     patches.append(Patch(fc=GREY, label="activations held"))
     figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
-
-
-def _panel(axes, timeline, most, narrow):
-    p, zero = len(timeline.ranks), min(cell.start for cell in timeline.cells)
-    for rank, op, start, length in bars(timeline):
-        axes.barh(rank - 0.13, length, 0.46, start, color=COLORS[op.kind], ec="black", lw=0.3)
-        if op.stage >= p or op.direction:
-            axes.barh(rank + 0.06, length, 0.08, start, color="black")
-        if length > narrow:
-            look = dict(color="white" if op.kind == "W" else "black", ha="center", va="center")
-            axes.text(start + length / 2, rank - 0.15, op.microbatch, size=6.5, **look)
-    for rank in range(p):
-        times, levels = zip(*timeline.held(rank))
-        curve = [rank + 0.48 - 0.36 * level / most for level in levels]
-        axes.fill_between([t - zero for t in times], curve, rank + 0.48, step="post", fc=GREY)
 
 
 def bubbles(path, p, times=(1, 2, 3, 4, 6, 8)):

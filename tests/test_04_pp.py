@@ -316,9 +316,11 @@ def proofs(shapes):
     rows, me, p = [], dist.get_rank(), dist.get_world_size()
     for m in shapes:
         batch = pp.proof_batch(m, CPU)
+        twin = pp.twin_gradients(2 * p, batch)  # the same for all
         for name in SCHEDULES:
             schedule = made(name, p, m)
-            error, sent, held = pp.check(schedule, 2 * p, batch, world())
+            with patch.object(pp, "twin_gradients", lambda *_: twin):
+                error, sent, held = pp.check(schedule, 2 * p, batch, world())
             unit = batch[0][0].numel() * 16 * 8
             t = simulate(schedule, kept=pp.KEPT)
             _, peaks, messages = pp.closed_form(name, p, m, kept=pp.KEPT)
@@ -400,28 +402,29 @@ class Blocking:
         pass
 
 
-def blocked_run(names, m):
-    """With sends and receives that return only when the other side has come: errors by name."""
-    p, real = dist.get_world_size(), (dist.isend, dist.irecv)
+def blocked_run(shapes):
+    """The largest error, where sends and receives return only when the other side has come."""
+    p, real, worst = dist.get_world_size(), (dist.isend, dist.irecv), 0.0
     blocking = [lambda *a, _real=r, **k: (_real(*a, **k).wait(), Blocking())[1] for r in real]
-    errors = {}
-    for name in names:
-        with patch.object(dist, "isend", blocking[0]), patch.object(dist, "irecv", blocking[1]):
-            schedule, batch = made(name, p, m), pp.proof_batch(m, CPU)
-            stages = here(schedule, 2 * p)
-            pp.execute(schedule, stages, batch, world())
-        pp.share_gradients(schedule, stages, world())
+    for m in shapes:
+        batch = pp.proof_batch(m, CPU)
         wanted, _ = pp.twin_gradients(2 * p, batch)
-        errors[name] = max(pp.relative_error(q.grad, wanted[key]) for key, q in named(stages))
-    return errors
+        for name in SCHEDULES:
+            schedule = made(name, p, m)
+            stages = here(schedule, 2 * p)
+            with patch.object(dist, "isend", blocking[0]), patch.object(dist, "irecv", blocking[1]):
+                pp.execute(schedule, stages, batch, world())
+            pp.share_gradients(schedule, stages, world())
+            errors = [pp.relative_error(q.grad, wanted[key]) for key, q in named(stages)]
+            worst = max(worst, *errors)
+    return worst
 
 
 @question("Q4.6")
-@pytest.mark.parametrize("p, m", [(2, 4), (2, 7), (4, 8)])
-def test_nothing_deadlocks_even_if_each_message_blocked(p, m):
+@pytest.mark.parametrize("p, shapes", [(2, (4, 7)), (4, (8,))])
+def test_nothing_deadlocks_even_if_each_message_blocked(p, shapes):
     """pp-05: NCCL keeps the order of one stream, and p = 2 has one peer for both directions."""
-    for errors in on_ranks(p, blocked_run, list(SCHEDULES), m):
-        assert max(errors.values()) < 1e-10
+    assert max(on_ranks(p, blocked_run, shapes)) < 1e-10
 
 
 def shuffled(p, v, m, seed):
