@@ -408,15 +408,15 @@ def test_wrong_numbers_are_sentences(wrong, says):
 @pytest.mark.slow
 def test_the_run_learns_and_repeats_itself_bit_for_bit():
     """Below the unigram entropy in 40 steps; the same digits and weights on any launcher."""
-    digits, script = [], ROOT / "01_dp.py"
-    for ranks in ({"torchrun": 0}, {"torchrun": 0}, {"torchrun": 2}):
-        done = run_script(script, "--steps", 40, "--ranks", 2, **ranks)
+
+    def digits(steps, torchrun=0):
+        done = run_script(ROOT / "01_dp.py", "--steps", steps, "--ranks", 2, torchrun=torchrun)
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = done.stdout.splitlines()
-        table = [line.split() for line in lines[lines.index(lines[-1]) - 5 : -1]]
-        digits.append([(step, loss) for step, loss, *_ in table] + [lines[-1]])
-    assert digits[0] == digits[1] == digits[2]
-    assert float(digits[0][-2][1]) < 3.26
+        *table, weights = done.stdout.splitlines()[-3:]
+        return [line.split()[:2] for line in table] + [weights]
+
+    assert float(digits(40)[-2][1]) < 3.26
+    assert digits(11) == digits(11) == digits(11, torchrun=2)
 
 
 @pytest.mark.slow
