@@ -99,7 +99,18 @@ def loss_share(model, x_bS, y_bS, valid):
     return F.cross_entropy(promoted, y_bS.flatten(), reduction="sum") / valid
 
 
-# ── the shard: the one mechanism of all stages ───────────────────────────────────────────────
+# ── two collectives that begin, and are waited for ───────────────────────────────────────────
+
+
+def start_all_gather(rows_ns, row_s, group):
+    """Begin to fill rows_ns with every rank's row; no group is one rank. Returns a function that
+    waits for it."""
+    if not group:
+        rows_ns[0].copy_(row_s)
+        return lambda: None
+    # all_gather over dp, s from each: every rank will hold all rows
+    work = dist.all_gather_single(rows_ns.view(-1), row_s, group=group, async_op=True)
+    return lambda: (work.wait(), row_s)
 
 
 def start_reduce_scatter(rows_ns, group):
@@ -108,6 +119,8 @@ def start_reduce_scatter(rows_ns, group):
     gloo's own reduce-scatter sends twice the ring's bytes, and blocks; an all-to-all and a local
     sum send the least. The local sum also rounds once where a chain of sums rounds n-1 times.
     """
+    if not group:
+        return lambda: rows_ns[0]
     if dist.get_backend(group) == "nccl":
         sum_s = rows_ns.new_empty(rows_ns.shape[1])
         # reduce_scatter(SUM) over dp, P: rank r will hold the sum of all rows r
@@ -117,6 +130,9 @@ def start_reduce_scatter(rows_ns, group):
     # all_to_all over dp, P: rank r will hold all rows r, and add them
     work = dist.all_to_all_single(parts_ns, rows_ns, group=group, async_op=True)
     return lambda: (work.wait(), parts_ns.sum(0))[1]
+
+
+# ── the shard: what all stages are made of ───────────────────────────────────────────────────
 
 
 @dataclass
@@ -134,9 +150,12 @@ class Piece:
 class Shard:
     """Parameters of one dtype as a matrix (n, s): rank r keeps row r, and gathers the others.
 
+    The matrix is cells side by side, each cut into n rows: all parameters end to end in one cell
+    (layout "flat"), or a cell for each, of whole rows of dimension 0 ("per_parameter").
+
     Args: group, whose ranks have a row each (None: one row, n = 1); replicate_group, whose ranks
-    have the same row and add up its gradient; layout, "flat" or "per_parameter"; param_dtype, of
-    what is gathered, and reduce_dtype, of what is summed, where they are not the parameters' own.
+    have the same row and add up its gradient; param_dtype, of what is gathered, and reduce_dtype,
+    of what is summed, where they are not the parameters' own.
     `own` is row r (s,), `grad` the sum of its gradients since the last zero_grad, or None.
     """
 
@@ -146,73 +165,69 @@ class Shard:
     ):  # fmt: skip
         self.params, self.group, self.replicate_group = list(params), group, replicate_group
         self.n, self.r = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
-        self.flat, self.reduce_dtype = layout == "flat", reduce_dtype
-        self.shapes = [param.shape for param in self.params]
+        self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in self.params]
+        if layout == "flat":  # a cell is shapes, and how many elements stay together
+            self.cells = [(self.shapes, 1)]
+        else:
+            self.cells = [([shape], shape[1:].numel()) for shape in self.shapes]
         rows_ns = self.pack([param.detach() for param in self.params])
         self.own, self.grad = rows_ns[self.r], None
         self.state_dtype = torch.promote_types(self.own.dtype, torch.float32)
-        self.rows = rows_ns.to(param_dtype or rows_ns.dtype)
-        self.whole = [whole if self.flat else whole.clone() for whole in self.unpack(self.rows)]
-        self.pieces = list(self._pieces())
+        self.rows, self.pieces = rows_ns.to(param_dtype or rows_ns.dtype), list(self._pieces())
+        views = self.unpack(self.rows)
+        self.whole = views if len(self.cells) == 1 else [view.clone() for view in views]
         self.gathering, self.reducing, self.arrived, self.is_whole = None, None, set(), True
         for param, whole in zip(self.params, self.whole):
             param.data, param.shard = whole, self
 
     def pack(self, tensors):
-        """Tensors of the parameters' shapes as (n, s). Flat pads their concatenation to a multiple
-        of n; per parameter pads each to a multiple of n rows of its dimension 0."""
-        # Q2.1 * n ranks, equal rows, and a numel that n does not divide. How many zeros are added?
-        #        hint: 19 elements over 8 ranks want 5, not 19 % 8
-        pad = lambda x, unit: F.pad(x, (0, -len(x) % unit)) if len(x) % unit else x
-        flats = [x.reshape(-1) for x in tensors]
-        if self.flat:
-            return pad(torch.cat(flats), self.n).view(self.n, -1)
-        rows = [self.n * (shape[1:].numel() if shape else 1) for shape in self.shapes]
-        padded = [pad(x, unit).view(self.n, -1) for x, unit in zip(flats, rows)]
-        # /Q2.1
-        return torch.cat(padded, dim=1)
+        """Tensors of the parameters' shapes as (n, s). A cell is padded to n equal rows."""
+        tensors, cells = iter(tensors), []
+        for shapes, together in self.cells:
+            # Q2.1 * n ranks, equal rows, and a numel that n does not divide. How many zeros?
+            #        hint: 19 elements over 8 ranks want 5, not 19 % 8
+            flats = [next(tensors).reshape(-1) for _ in shapes]
+            missing = -sum(map(len, flats)) % (self.n * together)
+            cells.append(torch.cat([*flats, flats[0].new_zeros(missing)]).view(self.n, -1))
+            # /Q2.1
+        return torch.cat(cells, dim=1) if len(cells) > 1 else cells[0]
 
-    def _widths(self):
-        """Columns of each parameter in (n, s), per parameter: those of ceil(rows / n) rows."""
-        for shape in self.shapes:
-            yield -(-(shape[0] if shape else 1) // self.n) * (shape[1:].numel() if shape else 1)
+    def _cells(self):
+        """(shapes, columns in (n, s)) of each cell."""
+        for shapes, together in self.cells:
+            P = sum(shape.numel() for shape in shapes)
+            yield shapes, -(-P // (self.n * together)) * together
 
     def unpack(self, rows_ns):
-        """The tensors of a packed (n, s): views if flat, copies if per parameter."""
-        numels = [shape.numel() for shape in self.shapes]
-        if self.flat:
-            parts = rows_ns.view(-1)[: sum(numels)].split(numels)
-        else:
-            cells = rows_ns.split(list(self._widths()), dim=1)
-            parts = [cell.reshape(-1)[:numel] for cell, numel in zip(cells, numels)]
-        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
+        """The tensors of a packed (n, s): views of it if it is one cell, copies if it is more."""
+        found, column = [], 0
+        for shapes, width in self._cells():
+            flat, begin = rows_ns[:, column : column + width].reshape(-1), 0
+            for shape in shapes:
+                found.append(flat[begin : begin + shape.numel()].view(shape))
+                begin += shape.numel()
+            column += width
+        return found
 
     def _pieces(self):
         """What this rank holds. Padding is in no piece, so it gets no state, norm or checkpoint."""
-        column = begin = 0
-        widths = [len(self.own)] * len(self.params) if self.flat else self._widths()
-        for param, shape, width in zip(self.params, self.shapes, widths):
-            edges = (rank * width - begin for rank in (self.r, self.r + 1))
-            start, stop = (min(max(edge, 0), shape.numel()) for edge in edges)
-            at = column + begin + start - self.r * width
-            if start < stop:
-                yield Piece(param, start, stop, slice(at, at + stop - start))
-            begin, column = (begin + shape.numel(), 0) if self.flat else (0, column + width)
+        params, column = iter(self.params), 0
+        for shapes, width in self._cells():
+            begin = -self.r * width  # of a parameter, from where this rank's part of the cell is
+            for shape, param in zip(shapes, params):
+                start, stop = (min(max(x - begin, 0), shape.numel()) for x in (0, width))
+                if start < stop:
+                    at = column + begin
+                    yield Piece(param, start, stop, slice(at + start, at + stop))
+                begin += shape.numel()
+            column += width
 
     def gather(self):
         """Begin to make the parameters whole."""
-        if self.gathering or self.is_whole:
-            return
-        _resize(self.rows, self.rows.numel())
-        own = self.own.to(self.rows.dtype)
-        if not self.group:
-            self.rows[0].copy_(own)
-            self.gathering = list
-            return
-        # all_gather over dp, s from each: every rank will hold the whole parameters
-        flat = self.rows.view(-1)
-        work = dist.all_gather_single(flat, own, group=self.group, async_op=True)
-        self.gathering = lambda own=own: work.wait()
+        if not self.gathering and not self.is_whole:
+            _resize(self.rows, self.rows.numel())
+            own = self.own.to(self.rows.dtype)
+            self.gathering = start_all_gather(self.rows, own, self.group)
 
     def wait(self):
         """Make the parameters whole: views of what was gathered, or copies of its columns."""
@@ -220,7 +235,7 @@ class Shard:
             return
         self.gathering()
         self.gathering, self.is_whole = None, True
-        if not self.flat:
+        if len(self.cells) > 1:
             for whole, part in zip(self.whole, self.unpack(self.rows)):
                 _resize(whole, whole.numel())
                 whole.copy_(part)
@@ -239,17 +254,16 @@ class Shard:
         self.is_whole = False
 
     def reduce(self):
-        """Begin to sum the gradients over ranks, and free them. A parameter without one sends
+        """Begin to sum the gradients over ranks, and free them; a parameter without one sends
         zeros."""
-        zeros = lambda shape: self.rows.new_zeros(shape)
         found = zip(self.params, self.shapes)
+        zeros = self.rows.new_zeros
         grads = [zeros(shape) if param.grad is None else param.grad for param, shape in found]
         rows_ns = self.pack(grads).to(self.reduce_dtype or grads[0].dtype)
         for param in self.params:
             param.grad = None
         self.arrived.clear()
-        begin = start_reduce_scatter if self.group else lambda rows_ns, _: lambda: rows_ns[0]
-        self.reducing = begin(rows_ns, self.group)
+        self.reducing = start_reduce_scatter(rows_ns, self.group)
 
     def finish_reduce(self):
         """Wait for the sum of row r, and take it in."""
@@ -268,11 +282,7 @@ class Shard:
     def spread(self, row_s):
         """Every rank's row, as tensors of the parameters' shapes on each rank."""
         rows_ns = row_s.new_empty(self.n, len(row_s))
-        if self.group:
-            # all_gather over dp, s from each: every rank now holds all rows
-            dist.all_gather_single(rows_ns.view(-1), row_s, group=self.group)
-        else:
-            rows_ns.copy_(row_s)
+        start_all_gather(rows_ns, row_s, self.group)()
         return self.unpack(rows_ns)
 
 
@@ -280,12 +290,13 @@ def _resize(tensor, numel):
     tensor.untyped_storage().resize_(numel * tensor.element_size())
 
 
-# ── stage 2: gradients leave while backward runs ─────────────────────────────────────────────
+# ── stages 0, 1, 2: gradients are summed after backward, or while it runs ────────────────────
 
 
 class Reducer:
-    """Reduces shards as backward completes them, in the order that `order()` lists: all ranks
-    must call collectives in one order. Two shards' full gradients exist at a time, no more."""
+    """Reduces shards in the order that `order()` lists, for all ranks must call collectives in one
+    order: all at once (finish), or each as backward completes it (ready, then finish is called by
+    backward's end). Two shards' full gradients fly at a time, no more."""
 
     def __init__(self, order):
         self.order, self.left, self.flying = order, None, None
@@ -305,107 +316,89 @@ class Reducer:
             self.launch(self.left.pop(0))
         # /Q2.4
 
-    def launch(self, shard):
-        shard.reduce()
-        self._land()
-        self.flying = shard
-
-    def _land(self):
+    def launch(self, shard=None):
+        """Send a shard's gradients off, and take in those of the one before it."""
+        if shard:
+            shard.reduce()
         if self.flying:
             self.flying.finish_reduce()
-        self.flying = None
+        self.flying = shard
 
     def finish(self):
-        for shard in self.left:
+        for shard in (*(self.order() if self.left is None else self.left), None):
             self.launch(shard)
-        self._land()
         self.left = None
 
 
 # ── stage 3: parameters are whole only while their unit computes ─────────────────────────────
 
 
-class Order:
-    """The units in the order in which one direction enters them: learnt in the first pass, with
-    all ranks compared, and from then on expected. It is what prefetching goes by."""
+class Window(Reducer):
+    """The units under one root, in the order in which forward and backward enter them. The first
+    pass learns it, with all ranks compared; the next ones expect it, and prefetch by it."""
 
-    def __init__(self, direction, group, device):
-        self.direction, self.group, self.device = direction, group, device
-        self.units, self.at, self.known = [], 0, False
+    def __init__(self, root, units, group):
+        super().__init__(self._completion)
+        self.root, self.units, self.group = root, units, group
+        self.orders, self.known, self.at = {"forward": [], "backward": []}, set(), 0
 
-    def enter(self, unit, every):
-        if not self.known:
-            self._compare(unit, every)
-            self.units.append(unit)
-        elif self.expected() is not unit:
-            self._refuse(unit.name)
+    def enter(self, unit, direction):
+        """Gather a unit that is about to compute, and begin to gather the next."""
+        order = self.orders[direction]
+        if direction not in self.known:
+            self._compare(unit, direction)
+            order.append(unit)
+        self._expect(unit, direction)
         self.at += 1
         unit.gather()
         unit.wait()
         # Q2.5 *** This unit is about to compute. Which gather may be in flight meanwhile?
         #          hint: the last pass went through the units in the order of this one
-        if self.known and unit.prefetch and self.expected():
-            self.expected().gather()
+        if direction in self.known and unit.prefetch and self.at < len(order):
+            order[self.at].gather()
         # /Q2.5
 
-    def expected(self):
-        return self.units[self.at] if self.at < len(self.units) else None
+    def leave(self, direction):
+        self._expect(None, direction)
+        self.known.add(direction)
 
-    def finish(self):
-        if self.known and self.expected():
-            self._refuse("nothing more")
-        self.known, self.at = True, 0
+    def _expect(self, unit, direction):
+        expected = [*self.orders[direction], None][self.at]
+        if unit is not expected:
+            name = lambda unit: unit.name if unit else "nothing more"
+            raise RuntimeError(
+                f"rank {dist.get_rank(self.group)}: {direction} entered {name(unit)}, expected "
+                f"{name(expected)}: every rank must call the same units, in the order of the first "
+                "pass"
+            )
 
-    def _refuse(self, name):
-        expected = self.expected().name if self.expected() else "nothing more"
-        raise RuntimeError(
-            f"rank {dist.get_rank(self.group)}: {self.direction} entered {name}, expected "
-            f"{expected}: every rank must call the same units, in the order of the first pass"
-        )
-
-    def _compare(self, unit, every):
-        where = 2 * every.index(unit) + (self.direction == "backward")
-        mine = torch.tensor([where], device=self.device)
+    def _compare(self, unit, direction):
+        stands = [(direction, unit) for direction in self.orders for unit in self.units]
+        device = next(shard.own.device for unit in self.units for shard in unit.shards)
+        mine = torch.tensor([stands.index((direction, unit))], device=device)
         all_n = mine.new_empty(dist.get_world_size(self.group))
         # all_gather over dp, 1 from each, in the first pass alone: where does every rank stand?
         dist.all_gather_single(all_n, mine, group=self.group)
         if len(all_n.unique()) > 1:
-            stand = ", ".join(
-                f"rank {rank} at {('forward', 'backward')[i % 2]} of {every[i // 2].name}"
-                for rank, i in enumerate(all_n.tolist())
-            )
+            found = [(rank, *stands[i]) for rank, i in enumerate(all_n.tolist())]
+            stand = ", ".join(f"rank {rank} at {way} of {unit.name}" for rank, way, unit in found)
             raise RuntimeError(f"ranks disagree on which unit comes next: {stand}")
-
-
-class Window(Reducer):
-    """What the units under one root share: their orders, and the reduction of their gradients."""
-
-    def __init__(self, root, units, group):
-        super().__init__(self._completion)
-        self.root, self.units = root, units
-        device = next(shard.own.device for unit in units for shard in unit.shards)
-        self.forward, self.backward = (Order(x, group, device) for x in ("forward", "backward"))
 
     def _completion(self):
         """Backward completes units in the reverse of the order in which forward entered them."""
-        for unit in reversed(dict.fromkeys(self.forward.units)):
+        for unit in reversed(dict.fromkeys(self.orders["forward"])):
             yield from (shard for shard in unit.shards if shard.params[0].requires_grad)
 
     def begin(self):
         if self.left is None:
-            self.backward.at = 0
+            self.at = 0
         super().begin()
-
-    def launch(self, shard):
-        super().launch(shard)
-        shard.free()
 
     def finish(self):
         super().finish()
         for unit in self.units:
             unit.free()
-            unit.in_backward = unit.is_done = False
-        self.backward.finish()
+        self.leave("backward")
 
 
 class Unit:
@@ -414,7 +407,7 @@ class Unit:
 
     def __init__(self, module, shards, prefetch):
         self.module, self.shards, self.prefetch = module, shards, prefetch
-        self.in_backward, self.is_done, self.window, self.name = False, False, None, None
+        self.in_backward, self.window, self.name = False, None, None
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
 
@@ -426,45 +419,37 @@ class Unit:
         for shard in self.shards:
             shard.wait()
 
-    def free(self):
+    def free(self, *_):
+        self.wait()
         for shard in self.shards:
-            shard.wait()
             shard.free()
+        self.in_backward = False
 
     def _before_forward(self, module, inputs):
         if self.in_backward:  # a checkpoint runs this forward again: all is there
             return
-        order, window = self.window.forward, self.window
-        if self is window.root:
-            order.at = 0
-        order.enter(self, window.units)
-        wanted = [x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.requires_grad]
-        if wanted:
-            register_multi_grad_hook(wanted, self._after_backward)
+        if self is self.window.root:
+            self.window.at = 0
+        self.window.enter(self, "forward")
+        wanted = [x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.grad_fn]
+        if wanted:  # their gradients end this unit's backward; a leaf's may come before its end
+            register_multi_grad_hook(wanted, self.free)
 
     def _after_forward(self, module, inputs, output):
         if self.in_backward:
             return
         self.free()
         for x in tree_leaves(output):
-            if torch.is_tensor(x) and x.grad_fn:  # its hook runs after those of the next unit's
-                x.grad_fn.register_prehook(self._before_backward)  # inputs, so _after_backward
+            if torch.is_tensor(x) and x.grad_fn:  # runs after the next unit's hook on this tensor
+                x.grad_fn.register_prehook(self._before_backward)
         if self is self.window.root:
-            self.window.forward.finish()
+            self.window.leave("forward")
 
     def _before_backward(self, _):
         self.window.begin()
-        self.is_done = False
-        for unit in self.window.units:
-            if unit.is_done:  # frozen, or not all of it used; it may have been called once more
-                unit.free()
-                unit.in_backward = unit.is_done = False
         if not self.in_backward:
-            self.window.backward.enter(self, self.window.units)
+            self.window.enter(self, "backward")
         self.in_backward = True
-
-    def _after_backward(self, _):
-        self.is_done = True
 
 
 def fully_shard(
@@ -500,8 +485,8 @@ def fully_shard(
     given = (group, replicate_group, layout, param_dtype, reduce_dtype)
     shards = [Shard(params, *given) for params in kinds.values()]
     module.zero_unit = unit = Unit(module, shards, prefetch)
-    names = {part: name or "the root" for name, part in module.named_modules()}
     window = Window(unit, _units(module), group)
+    names = {part: name or "the root" for name, part in module.named_modules()}
     for each in window.units:
         each.window, each.name = window, names[each.module]
     for shard in shards:
@@ -511,6 +496,10 @@ def fully_shard(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(lambda param: unit.window.ready(param))
     return module
+
+
+def _units(module):
+    return [part.zero_unit for part in module.modules() if hasattr(part, "zero_unit")]
 
 
 @contextmanager
@@ -527,18 +516,13 @@ def gathered(module):
             param.data = shard.rows.new_empty(0)
 
 
-def _units(module):
-    return [part.zero_unit for part in module.modules() if hasattr(part, "zero_unit")]
-
-
-# ── stages 0, 1 and 2: an optimizer over shards ──────────────────────────────────────────────
+# ── the optimizer of all stages ──────────────────────────────────────────────────────────────
 
 
 def probe(optimizer_class, given):
     """The defaults of an optimizer, and its state's names: True where a value belongs to each
     element. Raises ValueError where a step of parts is not a part of the step."""
-    draw = torch.Generator().manual_seed(0)
-    whole, grad = torch.randn(2, 6, 4, generator=draw)
+    whole, grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
     parts = [part.clone() for part in whole.flatten().split(14)]
     stepped, defaults = [], optimizer_class([whole], **given).defaults
     try:
@@ -582,22 +566,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ):  # fmt: skip
         defaults, self.kinds = probe(optimizer_class, kwargs)
         super().__init__(param_groups, defaults)
-        self.stage, self.offload, self.homes = stage, offload, defaultdict(list)
-        self.has_state = False
-        self.owner, self.names = {}, {}  # parameter to index of its group, to name
+        self.stage, self.offload, self.homes = stage, offload, defaultdict(dict)
+        self.has_state, self.owner, self.names = False, {}, {}  # a parameter's group, and name
         for i, each in enumerate(self.param_groups):
             for k, param in enumerate(each["params"]):
                 self.owner[param] = i
                 self.names[param] = each.get("param_names", {k: f"{i}.{k}"})[k]
-        find = self._given if stage == 3 else partial(self._buckets, bucket_mb, reduce_dtype)
-        self.shards = list(find([param for param in self.owner if param.requires_grad]))
-        for shard in self.shards:
-            self._attach(shard, optimizer_class, kwargs)
-        reducer = Reducer(lambda: self.shards)
-        for param in (param for shard in self.shards if stage == 2 for param in shard.params):
-            param.register_post_accumulate_grad_hook(reducer.ready)
+        self.index = {param: i for i, param in enumerate(self.owner)}
+        trained = [param for param in self.owner if param.requires_grad]
+        find = self._units_of if stage == 3 else partial(self._buckets, bucket_mb, reduce_dtype)
+        self.shards = list(find(trained))
+        for shard in self.shards:  # each with an optimizer of its own, with the groups that we have
+            groups = [{**self._options(each), "params": []} for each in self.param_groups]
+            for piece in shard.pieces:
+                piece.tensor = shard.own[piece.where].to(shard.state_dtype)
+                groups[self.owner[piece.param]]["params"].append(piece.tensor)
+            shard.optimizer = optimizer_class(groups, **kwargs)
+            self._send_home(shard)
+        self.reducer = Reducer(lambda: self.shards)
+        for param in trained if stage == 2 else ():
+            param.register_post_accumulate_grad_hook(self.reducer.ready)
 
-    def _given(self, params):
+    def _units_of(self, params):
         for param in params:
             if not hasattr(param, "shard"):
                 raise ValueError(f"stage 3: call fully_shard on what holds {self.names[param]}")
@@ -605,7 +595,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _buckets(self, bucket_mb, reduce_dtype, params):
         """Shards of one dtype, device and group of ranks, of about bucket_mb MB each."""
-        full, filling = [], {}
+        buckets, filled = defaultdict(list), Counter()
         for param in reversed(params):  # roughly as backward finds their gradients
             if hasattr(param, "shard"):
                 raise ValueError(f"{self.names[param]} is sharded already: that is stage 3")
@@ -613,28 +603,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not each.get("group"):
                 raise ValueError('each parameter group needs a "group": the ranks that share it')
             kind = (each["group"], each.get("replicate_group"), param.dtype, param.device)
-            bucket = filling.get(kind, [])
-            if not bucket or sum(p.nbytes for p in [*bucket, param]) > bucket_mb * 1e6:
-                bucket = filling[kind] = []
-                full.append((kind, bucket))
-            bucket.append(param)
-        for (group, replicas, *_), bucket in full:
+            filled[kind] += param.nbytes
+            buckets[kind, filled[kind] // (bucket_mb * 1e6)].append(param)
+        for ((group, replicas, *_), _), bucket in buckets.items():
             if self.stage == 0:  # one row, and a copy of it on every rank
                 if replicas:
                     raise ValueError("stage 0 has no shards to replicate: give it one group")
                 group, replicas = None, group
             yield Shard(bucket, group, replicas, reduce_dtype=reduce_dtype)
-
-    def _attach(self, shard, optimizer_class, kwargs):
-        """Give a shard an optimizer of its own, for its pieces, with the groups that we have."""
-        groups = [{**self._options(each), "params": []} for each in self.param_groups]
-        for piece in shard.pieces:
-            own = shard.own[piece.where]
-            piece.tensor = own.to(shard.state_dtype)
-            groups[self.owner[piece.param]]["params"].append(piece.tensor)
-        shard.optimizer = optimizer_class(groups, **kwargs)
-        if self.offload:
-            self._send_home(shard)
 
     @staticmethod
     def _options(group):
@@ -644,16 +620,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def finish_reduce(self):
         """Stages 0 and 1: sum over ranks the gradients since the last call."""
         if any(param.grad is not None for shard in self.shards for param in shard.params):
-            reducer = Reducer(None)
-            reducer.left = self.shards
-            reducer.finish()
+            self.reducer.finish()
 
     @torch.no_grad()
     def step(self, closure=None):
         """Step this rank's shards; below stage 3, gather each while the next is stepped."""
         loss = torch.enable_grad()(closure)() if closure else None
         self.finish_reduce()
-        for shard in self._brought_in():
+        for shard in self._at_hand():
             if shard.grad is None:
                 continue
             for inner, outer in zip(shard.optimizer.param_groups, self.param_groups):
@@ -679,9 +653,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shard.grad = None
         super().zero_grad(set_to_none=True)
 
+    def _held(self, shard):
+        """(piece, what it has) of a shard: "param", which is stepped, and the optimizer's state."""
+        states = shard.optimizer.state
+        return [(x, {"param": x.tensor, **states.get(x.tensor, {})}) for x in shard.pieces]
+
     # offload: between steps, what only a step needs is at home, on the CPU or in files
 
-    def _brought_in(self):
+    def _at_hand(self):
         """The shards in turn, each with its state on its device, the next one's on its way."""
         if not self.offload:
             yield from self.shards
@@ -689,37 +668,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with ThreadPoolExecutor(1) as reader:
             coming = reader.submit(self._read, self.shards[0])
             for shard, following in zip_longest(self.shards, self.shards[1:]):
-                for tensor, copy in zip(self._state(shard), coming.result()):
+                for tensor, copy in zip(self._movable(shard).values(), coming.result()):
                     tensor.data = copy
                 if following:
                     coming = reader.submit(self._read, following)
                 yield shard
                 self._send_home(shard)
 
-    def _state(self, shard):
-        """Master copies, and the optimizer's tensors with a value for each element."""
-        low = shard.own.dtype != shard.state_dtype
-        masters = [piece.tensor for piece in shard.pieces if low]
-        states = [shard.optimizer.state.get(piece.tensor, {}) for piece in shard.pieces]
-        return masters + [state[name] for state in states for name in state if self.kinds[name]]
+    def _movable(self, shard):
+        """Master copies, and the optimizer's tensors with a value for each element, by name."""
+        moves = {**self.kinds, "param": shard.own.dtype != shard.state_dtype}
+        pieces = enumerate(self._held(shard))
+        return {(i, name): held[name] for i, (_, held) in pieces for name in held if moves[name]}
 
     def _read(self, shard):
-        return [home.to(shard.own.device, copy=True) for home in self.homes[shard]]
+        homes = (self.homes[shard][key] for key in self._movable(shard))
+        return [home.to(shard.own.device, copy=True) for home in homes]
 
     def _send_home(self, shard):
-        for tensor, home in zip_longest(self._state(shard), self.homes[shard][:]):
-            if home is None:
-                home = self._new_home(tensor)
-                self.homes[shard].append(home)
-            home.copy_(tensor)
-            tensor.data = home
+        for key, tensor in self._movable(shard).items() if self.offload else ():
+            if key not in self.homes[shard]:
+                self.homes[shard][key] = self._new_home(tensor)
+            self.homes[shard][key].copy_(tensor)
+            tensor.data = self.homes[shard][key]
 
     def _new_home(self, tensor):
         if self.offload == "cpu":
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         with tempfile.NamedTemporaryFile(dir=self.offload) as file:  # the name goes, the map stays
-            given = dict(size=tensor.numel(), dtype=tensor.dtype)
-            return torch.from_file(file.name, shared=True, **given)
+            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
 
     # the gradient's norm
 
@@ -764,32 +741,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """(name, (start, stop), tensors) of each piece that this rank holds: elements start:stop
         of the flattened parameter, as "param", and the optimizer's state. Not copies."""
         return [
-            (self.names[piece.param], (piece.start, piece.stop),
-             {"param": piece.tensor, **shard.optimizer.state.get(piece.tensor, {})})
-            for shard in self.shards for piece in shard.pieces
+            (self.names[piece.param], (piece.start, piece.stop), held)
+            for shard in self.shards for piece, held in self._held(shard)
         ]  # fmt: skip
 
     @torch.no_grad()
     def state_dict(self):
         """The plain optimizer's state_dict on every rank, plus "master" beside 16-bit parameters.
         All ranks must call it. A number that belongs to a tensor travels as a row of itself."""
-        state, indices = defaultdict(dict), {param: i for i, param in enumerate(self.owner)}
+        state = defaultdict(dict)
         for shard in self.shards:
-            masters = ["master"] * (shard.own.dtype != shard.state_dtype)
+            masters = ["param"] * (shard.own.dtype != shard.state_dtype)
             for name in [*(self.kinds if self.has_state else ()), *masters]:
-                row_s = shard.own.new_zeros(shard.own.shape, dtype=shard.state_dtype)
-                for piece in shard.pieces:
-                    held = {"master": piece.tensor, **shard.optimizer.state.get(piece.tensor, {})}
+                row_s = torch.zeros_like(shard.own, dtype=shard.state_dtype)
+                for piece, held in self._held(shard):
                     row_s[piece.where] = held[name]
                 for param, whole in zip(shard.params, shard.spread(row_s)):
                     if not self.kinds.get(name, True):
                         whole = whole.flatten()[0].cpu()
-                    state[indices[param]][name] = whole.clone()
-        groups, start = [], 0
+                    key = "master" if name == "param" else name
+                    state[self.index[param]][key] = whole.clone()
+        groups = []
         for each in self.param_groups:
-            stop = start + len(each["params"])
-            groups.append({**self._options(each), "params": list(range(start, stop))})
-            start = stop
+            indices = [self.index[param] for param in each["params"]]
+            groups.append({**self._options(each), "params": indices})
         return {"state": dict(state), "param_groups": groups}
 
     @torch.no_grad()
@@ -798,19 +773,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer. Load the parameters first: without a "master" they are its start."""
         for each, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             each.update(self._options(saved))
-        indices = {param: i for i, param in enumerate(self.owner)}
         for shard in self.shards:
             for piece in shard.pieces:
-                saved = dict(state_dict["state"].get(indices[piece.param], {}))
+                saved = state_dict["state"].get(self.index[piece.param], {})
                 part = lambda whole: whole.flatten()[piece.start : piece.stop].to(piece.tensor)
-                own = shard.own[piece.where]
-                piece.tensor.copy_(part(saved["master"]) if "master" in saved else own)
+                master = part(saved["master"]) if "master" in saved else shard.own[piece.where]
+                piece.tensor.copy_(master)
                 shard.optimizer.state[piece.tensor] = {
-                    name: part(saved[name]).clone() if each else saved[name].clone()
+                    name: (part(saved[name]) if each else saved[name]).clone()
                     for name, each in self.kinds.items() if name in saved
                 }  # fmt: skip
-            if self.offload:
-                self._send_home(shard)
+            self._send_home(shard)
         self.has_state = bool(state_dict["state"])
 
 
@@ -851,21 +824,38 @@ def backward(model, micro_batches, valid):
     return total
 
 
-def serial_gradients(batch, last_only=False):
-    """The twin's gradients of the whole batch, or of each rank's last micro-batch alone."""
-    model = tiny_model(batch[0][0][0].device)
-    valid = sum(y_bS.numel() for part in batch for _, y_bS in part)
-    backward(model, [b for part in batch for b in (part[-1:] if last_only else part)], valid)
-    return [param.grad for param in model.parameters()]
+def train_step(model, optimizer, micro_batches, valid, clip=None):
+    """A step on this rank's micro-batches. Returns its share of the loss, the gradient's norm if it
+    is clipped, the bytes sent, and those held before the optimizer's step."""
+    with Ledger() as ledger:
+        optimizer.zero_grad()
+        loss = backward(model, micro_batches, valid)
+        held = bytes_held(optimizer)
+        norm = optimizer.clip_grad_norm(clip) if clip else None
+        optimizer.step()
+    return loss, norm, sum(ledger.sent.values()), held
+
+
+def plain(n, K, device, last_only=False):
+    """What `check` should find: torch's SGD on the twin, on the whole batch, or on each rank's last
+    micro-batch alone."""
+    model, batch = tiny_model(device), proof_batch(n, K, device)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, [b for part in batch for b in part[-1 if last_only else 0 :]], n * K * 8)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return [param.grad for param in model.parameters()] + [*model.parameters()]
 
 
 def whole_gradients(model, optimizer):
-    """The summed gradients of all parameters, gathered, in the model's order."""
+    """The summed gradients of all trained parameters, gathered, in the model's order."""
     optimizer.finish_reduce()
     found = {}
     for shard in optimizer.shards:
         found.update(zip(shard.params, shard.spread(shard.grad)))
-    return [found[param] for param in model.parameters()]
+    return [found[param] for param in model.parameters() if param in found]
 
 
 def off(found, wanted):
@@ -874,108 +864,83 @@ def off(found, wanted):
 
 
 def bytes_held(optimizer):
-    """Bytes of this rank's storages: (parameters, gradients, optimizer's state)."""
+    """Bytes of this rank's storages: [parameters, gradients, optimizer's state]."""
     shards, seen, sums = optimizer.shards, set(), []
     params = [param for shard in shards for param in shard.params]
     parameters = params + [t for shard in shards for t in (shard.own, shard.rows, *shard.whole)]
     gradients = [x.grad for x in (*params, *shards) if x.grad is not None]
-    masters = [piece.tensor for shard in shards for piece in shard.pieces]
-    states = [x for shard in shards for each in shard.optimizer.state.values()
-              for x in each.values() if x.dim()]  # fmt: skip
-    for tensors in (parameters, gradients, masters + states):
+    states = [x for *_, held in optimizer.local_state() for x in held.values() if x.dim()]
+    for tensors in (parameters, gradients, states):
         found = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
         sums.append(sum(found[key] for key in found.keys() - seen))
         seen |= found.keys()
     return sums
 
 
-def claimed(optimizer, K, sizes=(8, 8, 16)):
-    """By formula, from shapes alone: bytes that this rank sends in a step of K micro-batches, and
-    bytes that it holds before the step, as bytes_held. sizes: bytes of a parameter, of a gradient
-    and of what AdamW adds, which has no padding."""
-    sent, held, stage = 0, torch.zeros(3), optimizer.stage
+def claimed(optimizer, K, sizes=(8, 8, 8)):
+    """By formula, from shapes alone: bytes that this rank sends in a clipped step of K
+    micro-batches, and bytes that it holds before, as bytes_held. sizes: bytes of a parameter, of a
+    gradient, and of what the optimizer adds, which has no padding."""
+    held, stage = torch.zeros(3), optimizer.stage
+    among = {shard.group for shard in optimizer.shards} - {None}
+    ring = lambda group: 1 - 1 / dist.get_world_size(group) if group else 0
+    sent = sum(2 * ring(group) * 8 * len(optimizer.param_groups) for group in among)  # the norm
     for shard in optimizer.shards:
-        n, r, R = shard.n, shard.r, 1
-        if shard.replicate_group:
-            R = dist.get_world_size(shard.replicate_group)
-        numels = [shape.numel() for shape in shard.shapes]
-        if shard.flat:  # what is padded together: (its elements, those of a row)
-            padded = [(sum(numels), -(-sum(numels) // n))]
-        else:
-            padded = [(p, -(-s[0] // n) * s[1:].numel()) for p, s in zip(numels, shard.shapes)]
-        P, s = (sum(column) for column in zip(*padded))
-        mine = sum(min(max(p - r * width, 0), width) for p, width in padded)
+        n, P, s, mine = shard.n, 0, 0, 0
+        for shapes, together in shard.cells:
+            numel = sum(shape.numel() for shape in shapes)
+            width = math.ceil(numel / together / n) * together
+            P, s = P + numel, s + width
+            mine += min(max(numel - shard.r * width, 0), width)
         sent += sizes[0] * s * (n - 1) * (0, 2, K + 1, 3 * K)[stage]
-        sent += sizes[1] * s * 2 * (R - 1) / R * (1, 1, K, K)[stage]
+        sent += sizes[1] * s * 2 * ring(shard.replicate_group) * (1, 1, K, K)[stage]
         held += torch.tensor([s if stage == 3 else n * s, P if stage < 2 else s, mine])
     return sent, [int(x) for x in held * torch.tensor(sizes)]
 
 
-def check(stage, K, group, device, dtype=torch.float64, n=None, r=None, **options):
-    """The second step of a stage on this rank's micro-batches: AdamW, at a rate of zero, so that
-    state exists and gradients stay. Returns gradients, optimizer, bytes sent, bytes held."""
-    n, r = n or dist.get_world_size(group), dist.get_rank(group) if r is None else r
+SGD, CLIP = dict(lr=0.5, momentum=0.9), 0.3
+
+
+def check(stage, K, among, device, dtype=torch.float64, optimizer_class=torch.optim.SGD, **unit):
+    """Two clipped steps at a stage, a batch divided over a group: with momentum, so that the second
+    finds a state. Returns gradients and parameters, optimizer, bytes sent and held in a step."""
+    n, r = dist.get_world_size(among), dist.get_rank(among)
     model, batch = tiny_model(device, dtype), proof_batch(n, K, device)
-    given = dict(lr=0.0, weight_decay=0.0, bucket_mb=0.005)
-    optimizer = sharded(model, stage, group, **given, **options)
+    given = SGD if optimizer_class is torch.optim.SGD else {}
+    optimizer = sharded(model, stage, among, optimizer_class, unit, bucket_mb=0.005, **given)
     for _ in range(2):
-        optimizer.zero_grad()
-        with Ledger() as ledger:
-            backward(model, batch[r], n * K * 8)
-            held = bytes_held(optimizer)
-            optimizer.step()
-    return whole_gradients(model, optimizer), optimizer, sum(ledger.sent.values()), held
+        *_, sent, held = train_step(model, optimizer, batch[r], n * K * 8, CLIP)
+    with gathered(model):
+        found = whole_gradients(model, optimizer) + [x.detach().clone() for x in model.parameters()]
+    return found, optimizer, sent, held
 
 
 def proof(group, device, hybrid=None):
     """The rows of the table: every stage, and what forgetting an idea looks like. hybrid: a group
     to shard over, and one of replicas."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    variants = [(f"ZeRO-{stage}", stage, group, {}) for stage in range(4)]
-    variants[0] = ("stage 0, data parallel", 0, group, {})
-    variants += [("ZeRO-3, per parameter", 3, group, {"layout": "per_parameter"})]
+    n, cases = dist.get_world_size(group), {
+        "stage 0, data parallel": (0, {}), "ZeRO-1": (1, {}), "ZeRO-2": (2, {}), "ZeRO-3": (3, {}),
+        "ZeRO-3, per parameter": (3, {"layout": "per_parameter"}),
+    }  # fmt: skip
     if hybrid:
-        variants += [
-            (f"hybrid ZeRO-{stage}", stage, hybrid[0], {"replicate_group": hybrid[1]})
-            for stage in (1, 3)
-        ]
+        both = dict(zip(("group", "replicate_group"), hybrid))
+        cases |= {"hybrid ZeRO-1": (1, both), "hybrid ZeRO-3": (3, both)}
     for K in (1, 3):
-        wanted = serial_gradients(proof_batch(n, K, device))
-        for name, stage, shared, unit in variants:
-            found, optimizer, sent, held = check(stage, K, shared, device, n=n, r=r, unit=unit)
+        wanted = plain(n, K, device)
+        for name, (stage, unit) in cases.items():
+            found, optimizer, sent, held = check(stage, K, group, device, **unit)
             sent_claim, held_claim = claimed(optimizer, K)
             name = f"{name}, {K} micro-batch{'es' * (K > 1)}"
             yield Row(name, off(found, wanted), (sent, sent_claim), (sum(held), sum(held_claim)))
-    yield Row("ZeRO-3, SGD, clipped, 3 steps", sgd_error(group, device))
-    yield from wrong_on_purpose(group, device) if n > 1 else ()
-
-
-def sgd_error(group, device):
-    """The parameters after three clipped steps of SGD with momentum, beside the twin's."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    model, twin = tiny_model(device), tiny_model(device)
-    given = dict(lr=0.5, momentum=0.9)
-    optimizer, plain = sharded(model, 3, group, torch.optim.SGD, **given), None
-    plain = torch.optim.SGD(twin.parameters(), **given)
-    for step in range(3):
-        batch = proof_batch(n, 2, device, seed=step)
-        optimizer.zero_grad()
-        plain.zero_grad()
-        backward(model, batch[r], n * 16)
-        backward(twin, [b for part in batch for b in part], n * 16)
-        optimizer.clip_grad_norm(0.3)
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
-        optimizer.step()
-        plain.step()
-    with gathered(model), torch.no_grad():
-        return off(model.parameters(), twin.parameters())
+    if n > 1:
+        yield from prove_order(group, device)
+        yield from wrong_on_purpose(group, device)
 
 
 def wrong_on_purpose(group, device):
     """Rows without one idea of the chapter, each with the error that it must show."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    batch = proof_batch(n, 3, device)
-    wanted, last = serial_gradients(batch), serial_gradients(batch, last_only=True)
+    wanted, last = plain(n, 3, device), plain(n, 3, device, last_only=True)
 
     def overwrite(shard, real=Shard.finish_reduce):
         shard.grad = None
@@ -985,27 +950,25 @@ def wrong_on_purpose(group, device):
         found, *_ = check(2, 3, group, device)
     yield Row("a sum that overwrites the shard", off(found, wanted), wrong=off(last, wanted))
 
-    model = tiny_model(device)
-    optimizer = sharded(model, 2, group)
-    backward(model, batch[r], n * 3 * 8)
+    model, twin = tiny_model(device), tiny_model(device)
+    optimizer, batch = sharded(model, 2, group), proof_batch(n, 1, device)
+    backward(model, batch[r], n * 8)
+    backward(twin, sum(batch, []), n * 8)
     (shard,) = optimizer.shards
-    optimizer.scale_gradients(0.1 / shard.grad.norm())
-    found = whole_gradients(model, optimizer)
-    of = dict(zip(model.parameters(), wanted))
-    rows_ns = shard.pack([of[param] for param in shard.params])
-    own_norm = shard.unpack(rows_ns * 0.1 / rows_ns.norm(dim=1, keepdim=True))
-    own_norm = [dict(zip(shard.params, own_norm))[param] for param in of]
-    right = [g * 0.1 / rows_ns.norm() for g in wanted]
-    yield Row("clipped by each rank's own norm", off(found, right), wrong=off(own_norm, right))
+    grads = {name: param.grad for name, param in twin.named_parameters()}
+    rows_ns = shard.pack([grads[optimizer.names[param]] for param in shard.params])
+    right, own = (rows_ns / rows_ns.norm(dim=dim, keepdim=True) for dim in ((0, 1), 1))
+    found = shard.pack(shard.spread(shard.grad / shard.grad.norm()))
+    error, predicted = relative_error(found, right), relative_error(own, right)
+    yield Row("clipped by each rank's own norm", error, wrong=predicted)
 
     P = 2 * n + 1
     s = (P + P % n) // n
     if s * n < P:  # for two ranks the remainder is its own complement
         whole = torch.arange(1.0, P + 1, device=device).double()
-        rows_ns = whole.new_empty(n * s)
-        # all_gather over dp, s from each: every rank now holds what somebody had a row for
-        dist.all_gather_single(rows_ns, whole[r * s : (r + 1) * s].contiguous(), group=group)
-        found = F.pad(rows_ns, (0, P - n * s))
+        rows_ns = whole.new_empty(n, s)
+        start_all_gather(rows_ns, whole[r * s : (r + 1) * s].contiguous(), group)()
+        found = F.pad(rows_ns.flatten(), (0, P - n * s))
         yield Row("padded by the remainder", relative_error(found, whole), wrong=1.0)
 
 
@@ -1046,13 +1009,11 @@ def orders(group, device):
     optimizer = sharded(model, 3, group)
     for block in model.blocks:
         block.up.register_forward_pre_hook(lambda *_: ledger.mark("compute"))
-    with Ledger() as ledger:
-        backward(model, [micro_batch], 8)
-        ledger.events.clear()
-        with watching(optimizer.shards) as seen:
-            share = loss_share(model, *micro_batch, 8)
-            stage_3 = [event.what for event in ledger.events]
-            share.backward()
+    backward(model, [micro_batch], 8)
+    with Ledger() as ledger, watching(optimizer.shards) as seen:
+        share = loss_share(model, *micro_batch, 8)
+        stage_3 = [event.what for event in ledger.events]
+        share.backward()
     whole = [8 * n * len(unit.shards[0].own) for unit in model.zero_unit.window.units]
     return stage_2, stage_3, (max(sum(now) for _, now in seen), whole[0] + 2 * max(whole[1:]))
 
@@ -1064,20 +1025,29 @@ def in_flight(events, start, mark):
 
 
 def prove_order(group, device):
-    """Print what travels while what is computed. 0 if it is as the chapter says."""
-    stage_2, stage_3, (most, formula) = orders(group, device)
+    """Rows whose error is inf where something waits that should fly, all but the last bucket, and
+    but the root and the first block; and what is gathered at most beside the formula."""
+    stage_2, stage_3, gathered_bytes = orders(group, device)
     start = "reduce_scatter_single" if "nccl" in dist.get_backend() else "all_to_all_single"
-    reduced = in_flight(stage_2, start, "gradient")
-    fetched = in_flight(stage_3, "all_gather_single", "compute")
-    holds = min(reduced[:-1] + fetched[2:]) > 0 and most == formula
-    say(f"\nwhile a bucket of stage 2 flies, so many gradients are found: {reduced}\n"
-        f"while a unit of stage 3 is gathered, so many blocks are computed: {fetched}\n"
-        f"at most {most:,} bytes are gathered at a time; the root and two blocks: {formula:,}"
-        f"{'' if holds else '  NOT AS CLAIMED'}")  # fmt: skip
-    return int(not holds)
+    reduced = in_flight(stage_2, start, "gradient")[:-1]
+    fetched = in_flight(stage_3, "all_gather_single", "compute")[2:]
+    error = lambda flown: 0.0 if min(flown) > 0 else math.inf
+    yield Row("ZeRO-2: backward goes on meanwhile", error(reduced))
+    yield Row("ZeRO-3: a block computes meanwhile", error(fetched), held=gathered_bytes)
 
 
 GUIDE = {16: (1400, 950, 600, 90), 256: (1400, 750, 350, 5.5)}  # its GB a rank for 70 B, by stage
+
+
+def parts_each(stage, n):
+    """Bytes a rank holds for each parameter, padding aside: of it and of its gradient in bf16, and
+    of AdamW's master, m and v in fp32. Each stage cuts one more of the three, from the last."""
+    return [size / (n if stage + i > 2 else 1) for i, size in enumerate((2, 2, 12))]
+
+
+def bytes_each(stage, n):
+    """The sum of parts_each: 16, 4 + 12/n, 2 + 14/n, 16/n."""
+    return sum(parts_each(stage, n))
 
 
 def per_stage_table(group, device):
@@ -1088,9 +1058,8 @@ def per_stage_table(group, device):
         f"model, {n} ranks\nbf16, with fp32 master, m and v  guide  right  guide  right "
         "   parameters    gradients        state      formula")  # fmt: skip
     for stage in range(4):
-        right = [70 * bytes_each(stage, ranks) for ranks in GUIDE]
-        cells = "".join(f"{GUIDE[k][stage]:7}{x:7.4g}" for k, x in zip(GUIDE, right))
-        _, optimizer, _, held = check(stage, 1, group, device, torch.bfloat16)
+        cells = "".join(f"{GUIDE[k][stage]:7}{70 * bytes_each(stage, k):7.4g}" for k in GUIDE)
+        _, optimizer, _, held = check(stage, 1, group, device, torch.bfloat16, torch.optim.AdamW)
         formula = claimed(optimizer, 1, sizes=(2, 2, 12))[1]
         say(f"stage {stage:<24}{cells}" + "".join(f"{x:13,}" for x in (*held, sum(formula)))
             + ("" if held == formula else "  NOT AS CLAIMED"))  # fmt: skip
@@ -1098,60 +1067,43 @@ def per_stage_table(group, device):
     return int(broken)
 
 
-def bytes_each(stage, n):
-    """Bytes a rank holds for each parameter in bf16 with fp32 master, m and v, padding aside."""
-    return (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[stage]
-
-
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def build(args, group, device):
-    """The model of the run, and its optimizer."""
+    """The text of the run, its model and optimizer."""
     torch.manual_seed(0)
-    model = LanguageModel().to(device)
-    unit = {"layout": args.layout}
-    return model, sharded(
-        model, args.stage, group, unit=unit, offload=args.offload, bucket_mb=0.5, lr=3e-3
-    )  # fmt: skip
+    model, unit = LanguageModel().to(device), {"layout": args.layout}
+    given = dict(unit=unit, offload=args.offload, bucket_mb=0.5, lr=3e-3)
+    return read_text(args.text, 0), model, sharded(model, args.stage, group, **given)
 
 
-def train_step(model, optimizer, batch, K, group):
-    """One step on this rank's part of the batch, in K micro-batches. Returns the step's loss, the
-    gradient's norm, and the bytes held before the optimizer's step."""
+def micro_batches(args, text, step, group, device):
+    """[k]: this rank's k-th part of a step's batch: samples, and their labels."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    x_bS, y_bS = (whole.tensor_split(n)[r] for whole in batch)
-    optimizer.zero_grad()
-    micro_batches = zip(x_bS.tensor_split(K), y_bS.tensor_split(K))
-    loss = backward(model, micro_batches, batch[1].numel())
-    held = sum(bytes_held(optimizer))
-    norm = optimizer.clip_grad_norm(1.0)
-    optimizer.step()
-    # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
-    dist.all_reduce(loss, group=group)
-    return loss.item(), norm.item(), held
+    parts = (x.to(device).tensor_split(n)[r] for x in sample(text, step, args.batch, 64))
+    return list(zip(*(part.tensor_split(args.micro_batches) for part in parts)))
 
 
 def train(args, group, device):
     """Train on text; print the loss beside the unigram entropy, and what a step sends."""
-    text, (model, optimizer) = read_text(args.text, 0), build(args, group, device)
-    n, K = dist.get_world_size(group), args.micro_batches
-    formula, held_formula = claimed(optimizer, K, sizes=(4, 4, 8))
-    formula += 2 * (n - 1) / n * (4 + 8 * (args.stage > 0))  # the loss, the squared norm
+    text, model, optimizer = build(args, group, device)
+    sent_claim, held_claim = claimed(optimizer, args.micro_batches, sizes=(4, 4, 8))
     P = sum(shape.numel() for shard in optimizer.shards for shape in shard.shapes)
     say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text "
         f"{unigram_entropy(text):.3f}\nstep   loss   norm  tokens/s    sent/step      formula"
         "         held      formula")  # fmt: skip
-    compared = 16 * (n - 1) * len(model.zero_unit.window.units) if args.stage == 3 else 0
+    units = len(model.zero_unit.window.units) if args.stage == 3 else 0
     for step in range(args.steps):
-        batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
-        started = time.perf_counter()
-        with Ledger() as ledger:  # at first there is no state, and the order is compared
-            loss, norm, held = train_step(model, optimizer, batch, K, group)
+        started, valid = time.perf_counter(), args.batch * 64
+        batch = micro_batches(args, text, step, group, device)
+        loss, norm, sent, held = train_step(model, optimizer, batch, valid, clip=1.0)
+        # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
+        dist.all_reduce(loss, group=group)
         if step % 10 == 0 or step == args.steps - 1:
-            rate = args.batch * 64 / (time.perf_counter() - started)
-            claims = formula + compared * (not step), sum(held_formula[: 3 if step else 2])
-            sizes = sum(ledger.sent.values()), claims[0], held, claims[1]
+            rate = valid / (time.perf_counter() - started)
+            first = 16 * (dist.get_world_size(group) - 1) * units * (not step)  # orders compared
+            sizes = sent, sent_claim + first, sum(held), sum(held_claim[: 3 if step else 2])
             cells = "".join(f"{x:13,.0f}" for x in sizes)
             say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{cells}")
     return 0
@@ -1160,27 +1112,21 @@ def train(args, group, device):
 def plot(args, group, device):
     """Draw bytes for each parameter by stage and number of ranks, measured ones as points, and
     which unit is gathered when in one step of stage 3."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    n = dist.get_world_size(group)
-    sizes = [k for k in (1, 2, 4, 8, 16, 32, 64) if n % k == 0]
-    groups = {k: dist.new_subgroups(k, timeout=timedelta(seconds=60))[0] for k in sizes}
-    figure = plt.figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subfigures(2)
-    colours, kinds = ("#0b3c5d", "#f2a541", "#c9d6df"), ("parameters", "gradients", "state")
+    sizes = [2**i for i in range(7) if dist.get_world_size(group) % 2**i == 0]
+    groups = {k: dist.new_subgroups(k, timeout=timedelta(seconds=60))[0] for k in sizes}
+    P = sum(param.numel() for param in tiny_model("meta").parameters())
     ranks = [2 ** (x / 8) for x in range(49)]
+    look = dict(colors=COLOURS, labels=("parameters", "gradients", "state"))
     for stage, axis in enumerate(above.subplots(1, 4, sharey=True)):
-        parts = zip(*([2 / (k if stage == 3 else 1), 2 / (k if stage > 1 else 1),
-                       12 / (k if stage else 1)] for k in ranks))  # fmt: skip
-        axis.stackplot(ranks, *parts, colors=colours, labels=kinds)
+        axis.stackplot(ranks, *zip(*(parts_each(stage, k) for k in ranks)), **look)
         for k in sizes:
-            held = check(stage, 1, groups[k], device, torch.bfloat16)[3]
-            P = sum(param.numel() for param in tiny_model("meta").parameters())
-            above_axis = [sum(held[: i + 1]) / P for i in range(3)]
-            axis.plot([k] * 3, above_axis, "o", color="k", markersize=3.5, clip_on=False)
+            *_, held = check(stage, 1, groups[k], device, torch.bfloat16, torch.optim.AdamW)
+            tops = torch.tensor(held).cumsum(0) / P
+            axis.plot([k] * 3, tops, "ok", markersize=3.5, clip_on=False)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
         axis.set_title(f"stage {stage}", fontsize=10)
@@ -1193,32 +1139,31 @@ def plot(args, group, device):
         print(f"drew {args.plot}")
 
 
+COLOURS = "#0b3c5d", "#f2a541", "#c9d6df"
+
+
 def draw_window(args, group, device, axis):
     """One step of stage 3 as bars: from when a unit's gather begins until it is freed."""
     args.stage, args.layout = 3, "flat"
-    text, (model, optimizer) = read_text(args.text, 0), build(args, group, device)
-    units = model.zero_unit.window.units
-    shards = [unit.shards[0] for unit in units]
+    text, model, optimizer = build(args, group, device)
     for step in range(3):  # the last is drawn: the first learns the order
-        batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
+        batch = micro_batches(args, text, step, group, device)
         dist.barrier(group=group)
-        with watching(shards) as seen:
-            train_step(model, optimizer, batch, 1, group)
-    turn = 0  # when the root is gathered again, which begins backward
-    for row, _ in enumerate(units):
-        begun = None
-        for seconds, sizes in seen:
-            ms = 1e3 * (seconds - seen[0][0])
-            if sizes[row] and begun is None:
-                begun = ms
-            elif begun is not None and not sizes[row]:
-                axis.barh(row, ms - begun, 0.6, begun, color="#0b3c5d" if row else "#f2a541")
-                turn, begun = turn if row else begun, None
+        with watching(optimizer.shards) as seen:
+            train_step(model, optimizer, batch, args.batch * 64)
+    units = [unit.shards[0] for unit in model.zero_unit.window.units]
+    ms = [1e3 * (seconds - seen[0][0]) for seconds, _ in seen]
     names = ["root: both ends", *(f"block {i}" for i in range(len(units) - 1))]
+    for row, unit in enumerate(units):
+        half = [0.3 * (now[optimizer.shards.index(unit)] > 0) for _, now in seen]
+        edges = [row - x for x in half], [row + x for x in half]
+        axis.fill_between(ms, *edges, step="post", color=COLOURS[row == 0], lw=0)
+        if row == 0:  # it is gathered again when backward begins
+            turn = [x for x, before, now in zip(ms[1:], half, half[1:]) if now > before][-1]
+    axis.axvline(turn, color="k", linestyle=":", linewidth=1)
     axis.set_yticks(range(len(units)), names)
     axis.invert_yaxis()
     axis.set_title("stage 3: which unit is gathered when, in one step", fontsize=10, loc="left")
-    axis.axvline(turn, color="k", linestyle=":", linewidth=1)
     axis.set_xlabel("ms; dotted: backward begins; a gather begins while the unit before computes")
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -1233,7 +1178,6 @@ def main(args, device):
         hybrid = make(halves)[0], make([list(pair) for pair in zip(*halves)])[0]
     say(f"02 ZeRO · {n} ranks · {dist.get_backend()} · {device.type}")
     broken = prove(list(proof(group, device, hybrid)), device)
-    broken |= prove_order(group, device) if n > 1 else 0
     broken |= per_stage_table(group, device)
     if args.plot:
         plot(args, group, device)
@@ -1391,8 +1335,13 @@ def launch(main, args, validate):
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if vars(args).get("steps", 0) < 0:
+            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
+        folder = Path(vars(args).get("plot") or ".").parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)

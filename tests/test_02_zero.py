@@ -1,14 +1,18 @@
 """02_zero: every stage equal to plain torch, bytes to the formulas, and the reported faults."""
 
+import argparse
+import contextlib
 import copy
 import ctypes
+import io
 import resource
 import threading
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
-from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from harness import ROOT, RankFailed, chapter, on_ranks, refusal, run_script
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +45,7 @@ def test_every_row_of_the_proof_is_as_claimed_on_every_rank(n):
 
     for found, broken in on_ranks(n, rows, timeout=90):
         assert not broken
-        assert len(found) == (10 if n < 4 else 14) + 1 + {1: 0, 2: 2}.get(n, 3)
+        assert len(found) == (10 if n < 4 else 14) + {1: 0, 2: 4}.get(n, 5)
         for row in found:
             assert row.error == pytest.approx(row.wrong, rel=1e-6, abs=1e-10), row.name
             for measured, formula in filter(None, (row.sent, row.held)):
@@ -246,15 +250,14 @@ def test_zero_02_padding_is_the_complement_and_reaches_nothing():
             assert all(padded and abs(gap) < 1e-3 and alike for padded, gap, alike in found)
 
 
-@pytest.mark.parametrize("stage, layout", STAGES[1:])
-def test_a_state_dict_is_plain_torchs_and_loads_into_any_stage_and_number_of_ranks(stage, layout):
+def test_a_state_dict_is_plain_torchs_and_loads_into_any_stage_and_number_of_ranks():
     cls, kwargs = OPTIMIZERS[1]
     plain = fresh()
     twin = cls(groups_of(plain), **kwargs)
     train(twin, plain, lambda x: x, 3)
     wanted, middle = twin.state_dict(), {k: v.clone() for k, v in plain.state_dict().items()}
 
-    def first():
+    def save(stage, layout):
         model = fresh()
         optimizer = shard_up(model, stage, layout, cls, kwargs)
         train(optimizer, model, lambda x: x.chunk(4)[rank()], 3)
@@ -262,35 +265,39 @@ def test_a_state_dict_is_plain_torchs_and_loads_into_any_stage_and_number_of_ran
             weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
         return weights, optimizer.state_dict()
 
+    def at_its_first_rate(optimizer):
+        for group in optimizer.param_groups:
+            group.pop("initial_lr")
+            group["lr"] = 0.02 if group["weight_decay"] != 0.1 else 0.01
+
     def go_on(stage, layout, weights, saved):
         model = fresh()
         optimizer = shard_up(model, stage, layout, cls, kwargs)
         with zero.gathered(model):
             model.load_state_dict(weights)
         optimizer.load_state_dict(saved)
-        for group in optimizer.param_groups:
-            group.pop("initial_lr")
-            group["lr"] = 0.02 if group["weight_decay"] != 0.1 else 0.01
+        at_its_first_rate(optimizer)
         train(optimizer, model, lambda x: x.chunk(3)[rank()], 3, start=3)
         with zero.gathered(model), torch.no_grad():
             return [param.clone() for param in model.parameters()]
 
-    weights, saved = on_ranks(4, first)[-1]
-    assert saved["state"].keys() == wanted["state"].keys()
-    for i, state in wanted["state"].items():
-        assert saved["state"][i].keys() == state.keys()
-        assert all(close([saved["state"][i][k]], [x]) for k, x in state.items())
-    for mine, theirs in zip(saved["param_groups"], wanted["param_groups"]):
-        names = theirs.pop("param_names")
-        assert mine == theirs and len(names) == len(theirs["params"])
-    twin.load_state_dict(copy.deepcopy(saved))  # the plain optimizer takes it
+    all_saved = on_ranks(4, lambda: [save(*stage) for stage in STAGES])[-1]
+    for _, saved in all_saved:
+        assert saved["state"].keys() == wanted["state"].keys()
+        for i, state in wanted["state"].items():
+            assert saved["state"][i].keys() == state.keys()
+            assert all(close([saved["state"][i][k]], [x]) for k, x in state.items())
+        for mine, theirs in zip(saved["param_groups"], wanted["param_groups"]):
+            theirs = {key: value for key, value in theirs.items() if key != "param_names"}
+            assert mine == theirs
+    twin.load_state_dict(copy.deepcopy(all_saved[1][1]))  # the plain optimizer takes it
     plain.load_state_dict(middle)
-    for group in twin.param_groups:
-        group.pop("initial_lr")
-        group["lr"] = 0.02 if group["weight_decay"] != 0.1 else 0.01
+    at_its_first_rate(twin)
     train(twin, plain, lambda x: x, 3, start=3)
-    for next_stage, next_layout in STAGES:
-        for found in on_ranks(3, go_on, next_stage, next_layout, weights, saved):
+    every = lambda: [go_on(*to, *copy.deepcopy(each)) for each in all_saved for to in STAGES]
+    for by_pair in on_ranks(3, every):
+        assert len(by_pair) == 25
+        for found in by_pair:
             assert close(found, [p.detach() for p in plain.parameters()])
 
 
@@ -458,11 +465,14 @@ def test_zero_08_small_gradients_survive_a_sum_in_the_reduce_dtype():
             found.append((optimizer.shards[0].grad.dtype, optimizer.shards[0].grad.item()))
         return found
 
-    for stage in (1, 2, 3):
-        for found in on_ranks(8, step, stage, torch.float32):
-            assert found == [(torch.float32, 1.02734375)] * 8
-        for found in on_ranks(8, step, stage, None):  # the local sum rounds once
-            assert found == [(torch.bfloat16, 1.03125)] * 8
+    def steps():
+        dtypes = torch.float32, None
+        return [[step(stage, dtype) for dtype in dtypes] for stage in (1, 2, 3)]
+
+    for by_stage in on_ranks(8, steps):
+        for in_fp32, in_bf16 in by_stage:
+            assert in_fp32 == [(torch.float32, 1.02734375)] * 8
+            assert in_bf16 == [(torch.bfloat16, 1.03125)] * 8  # the local sum rounds once
 
 
 class Branch(nn.Module):
@@ -596,11 +606,7 @@ def same_gradients(build, call, layout="flat"):
             assert not any(seen[-1][1])
         call(plain, x).square().sum().backward()
         wanted = [p.grad for p in plain.parameters() if p.requires_grad]
-        trained = [p for p in model.parameters() if p.requires_grad]
-        found = {}
-        for shard in optimizer.shards:
-            found.update(zip(shard.params, shard.spread(shard.grad)))
-        return close([found[p] for p in trained], wanted)
+        return close(zero.whole_gradients(model, optimizer), wanted)
 
     assert all(on_ranks(2, step))
 
@@ -718,7 +724,7 @@ def test_the_next_shard_is_read_while_this_one_is_stepped():
 
     class Watched(torch.optim.SGD):
         def step(self):
-            if in_step is not None and len(self.param_groups[0]["params"]) and watch[0]:
+            if len(in_step) < 2 and len(self.param_groups[0]["params"]) and watch[0]:
                 in_step.append(read.wait(5))
                 read.clear()
             super().step()
@@ -746,18 +752,18 @@ def test_the_next_shard_is_read_while_this_one_is_stepped():
         return in_step, reads
 
     for found, reads in on_ranks(2, step):
-        assert found[:2] == [True, True] and reads == [False] * 3
+        assert found == [True, True] and reads == [False] * 3
 
 
 @pytest.mark.slow
 def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_path):
-    """128 MB of parameters want 256 MB of state; 100 MB more than parameters and gradients are
+    """64 MB of parameters want 128 MB of state; 60 MB more than parameters and gradients are
     allowed, of which chunks need a part."""
 
     def step(where):
         M_MMAP_THRESHOLD = -3  # from this size on, glibc gives back at once what is freed
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
-        params = [nn.Parameter(torch.ones(1_000_000)) for _ in range(32)]
+        params = [nn.Parameter(torch.ones(1_000_000)) for _ in range(16)]
         groups = [{"params": params, "group": world()}]
         given = dict(lr=0.1, offload=where, bucket_mb=4, foreach=False)
         optimizer = zero.ZeroOptimizer(groups, torch.optim.AdamW, 0, **given)
@@ -766,7 +772,7 @@ def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_pa
         optimizer.finish_reduce()
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
         used = 1024 * int(status["VmData"].split()[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 100_000_000,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000,) * 2)
         for _ in range(2):
             optimizer.step()
         return params[0][0].item()
@@ -819,26 +825,34 @@ def test_wrong_use_is_a_sentence():
     (["--offload", "nowhere"], "--offload nowhere: neither cpu nor a folder that exists"),
 ])  # fmt: skip
 def test_wrong_numbers_are_sentences(wrong, says):
-    done = run_script(ROOT / "02_zero.py", *wrong)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert says in refusal(ROOT / "02_zero.py", *wrong)
+
+
+def options(**more):
+    given = dict(stage=3, layout="flat", offload=None, batch=32, micro_batches=1, steps=41)
+    return argparse.Namespace(**{**given, "text": None, "plot": None, **more})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [
-    ["--stage", 1], ["--stage", 3, "--micro-batches", 2],
-    ["--stage", 3, "--layout", "per_parameter", "--offload", "cpu"],
+    {"stage": 1}, {"stage": 3, "micro_batches": 2},
+    {"stage": 3, "layout": "per_parameter", "offload": "cpu"},
 ], ids=["1", "3", "offload"])  # fmt: skip
 def test_the_run_learns_and_sends_and_holds_what_it_says(more):
-    done = run_script(ROOT / "02_zero.py", "--ranks", 2, "--steps", 41, *more)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.partition("step   loss")[2].splitlines()[1:]]
+    def run():
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert zero.train(options(**more), world(), CPU) == 0
+        return printed.getvalue()
+
+    said = on_ranks(2, run, timeout=100)[0]
+    rows = [line.split() for line in said.partition("step   loss")[2].splitlines()[1:]]
     assert [int(row[0]) for row in rows] == [0, 10, 20, 30, 40]
     assert float(rows[0][1]) > 5 and float(rows[-1][1]) < 2.8
     assert all(row[4] == row[5] and row[6] == row[7] for row in rows)
 
 
 @pytest.mark.slow
-def test_the_picture_is_drawn(tmp_path):
+def test_the_picture_is_drawn_by_a_script_that_proves_before(tmp_path):
     done = run_script(ROOT / "02_zero.py", "--ranks", 2, "--plot", tmp_path / "zero.png")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "zero.png").stat().st_size > 20_000
