@@ -978,7 +978,7 @@ def plot(c, args, group, device):
              "regather": ("SP, gathered again in backward", "#cfe3f2")}  # fmt: skip
     kept, sizes = {}, [2**k for k in range(dist.get_world_size(group).bit_length())]
     for n in sizes:
-        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout or 20))
+        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout))
         for sp in looks if dist.get_rank(group) < n else ():
             kept[n, sp] = check_saved(c, some, device, sp, args.batch, args.sequence)
     if dist.get_rank(group):
