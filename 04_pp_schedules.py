@@ -341,7 +341,8 @@ def check_whole(schedule):
         if result(op) in seen:
             raise ValueError(f"rank {rank} has {show(op)[0]} a second time")
         seen.add(result(op))
-    due = {(kind, stage, i) for kind, _, i in seen if kind != "W" for stage in range(last + 1)}
+    ways = {(kind, i) for kind, _, i in seen if kind != "W"}
+    due = {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
     due |= {("W", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
     if due - seen:
         raise ValueError(f"no rank has {', '.join(show(*sorted(due - seen)))}")

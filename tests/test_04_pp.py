@@ -305,7 +305,22 @@ def test_a_picture_has_all_its_colours_and_numbers(tmp_path):
         wanted = torch.tensor(to_rgb(color)).mul(255).round().numpy()
         assert (pixels == wanted).all(-1).sum() > 2000, kind  # the legend alone has fewer
     greys = [sum(w * c for w, c in zip((0.3, 0.59, 0.11), to_rgb(k))) for k in pp.COLORS.values()]
+    first = pp.sketch(simulate(SCHEDULES["dualpipev"](2, 4))).split()[0]
+    assert first == "F0F1F2f0i0w0f1F3b1__..f2B0__b2__..f3B1__b3__I2W2I3W3"
     assert all(light - dark > 0.12 for light, dark in zip(greys, greys[1:]))
+
+
+def test_pictures_show_one_bubble_that_of_a_ranks_span(tmp_path):
+    """27 units from first to last under zb-h2 as under zb-h1, and yet none that a rank idles in."""
+    from matplotlib.axes import Axes
+
+    titles, bubbles = [], {"1f1b": 9 / 33, "zb-h1": 3 / 27, "zb-h2": 0, "zb-v": 0}
+    timelines = {name: simulate(SCHEDULES[name](4, 8)) for name in bubbles}
+    assert {name: t.bubble for name, t in timelines.items()} == pytest.approx(bubbles)
+    with patch.object(Axes, "set_title", lambda self, title, **_: titles.append(title)):
+        pp.gantt(timelines, tmp_path / "a.png")
+    shown = [re.search(r"bubble ([\d.]+)% of a rank's span", title)[1] for title in titles]
+    assert shown == [f"{100 * bubble:.1f}" for bubble in bubbles.values()]
 
 
 # ── the executor ─────────────────────────────────────────────────────────────────────────────
