@@ -107,9 +107,11 @@ SLOW_CASES = [
     ((1, 1, 4, 1, 4), ""),
     ((1, 4, 1, 1, 4), "--recompute full"),
 ]
+WITH_ALL_WRONG = (2, 1, 2, 2, 2), ""  # every entry of the table that is changed on purpose matters
 SLOW_CASES += [
     ((*sizes, ep), "") for sizes in product((1, 2), repeat=4) for ep in (1, 2)
     if (sizes[1] * sizes[2]) % ep == 0 and np.prod(sizes) > 2
+    and ((*sizes, ep), "") != WITH_ALL_WRONG
 ]  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def test_every_grid_equals_one_process(cases):
 
 @question("Q7.2")
 def test_rows_that_are_wrong_on_purpose_are_among_them():
-    names = prove(((2, 1, 2, 2, 2), "--micro-batches 2"))
+    names = prove(WITH_ALL_WRONG)
     assert {"norms counted once a tp rank", "experts summed over dp x cp"} < set(names)
     assert "tied embedding not summed" in names
 
@@ -338,7 +340,7 @@ def test_the_learning_rate_warms_up_and_decays():
 
 def test_bf16_learns_with_fp32_masters():
     def losses():
-        args = options(1, 2, 1, 1, 2, flags="--precision bf16 --batch 4 --steps 20")
+        args = options(1, 2, 1, 1, 2, flags=f"{TINY} --precision bf16 --batch 4 --steps 20")
         model = five.Model(args, grid_of(args), CPU)
         draw = torch.randint(256, (2, 4, args.length), generator=torch.manual_seed(0))
         found = [model.step(*draw, rate=3e-3)[0] for _ in range(20)]
@@ -428,11 +430,11 @@ def steps(sizes, flags, stop, folder=None, resume=False, save_at=None):
 ])  # fmt: skip
 def test_resuming_on_the_same_grid_goes_on_bit_for_bit(sizes, flags, tmp_path):
     n = int(np.prod(sizes[:4]))
-    undisturbed = on_ranks(n, steps, sizes, flags, 6)
-    saved = on_ranks(n, steps, sizes, flags, 6, tmp_path, False, 3)
-    rest = on_ranks(n, steps, sizes, flags, 6, tmp_path, True)
+    undisturbed = on_ranks(n, steps, sizes, flags, 4)
+    saved = on_ranks(n, steps, sizes, flags, 4, tmp_path, False, 2)
+    rest = on_ranks(n, steps, sizes, flags, 4, tmp_path, True)
     for (all_found, all_state), (found, _), (more, state) in zip(undisturbed, saved, rest):
-        assert found == all_found and more == all_found[3:]
+        assert found == all_found and more == all_found[2:] and len(more) == 2
         for (name, span, tensors), (other_name, other_span, others) in zip(all_state, state):
             assert (name, span) == (other_name, other_span) and tensors.keys() == others.keys()
             assert {"param", "exp_avg", "exp_avg_sq", "step"} <= tensors.keys()
@@ -461,8 +463,8 @@ def test_resuming_on_another_grid_goes_on_within_rounding(
     sizes, flags, others, other_flags, tmp_path
 ):
     n, m = (int(np.prod(each[:4])) for each in (sizes, others))
-    expected = on_ranks(n, steps, sizes, flags, 6, tmp_path, False, 3)[0][0][3:]
-    found = on_ranks(m, steps, others, other_flags, 6, tmp_path, True)[0][0]
+    expected = on_ranks(n, steps, sizes, flags, 4, tmp_path, False, 2)[0][0][2:]
+    found = on_ranks(m, steps, others, other_flags, 4, tmp_path, True)[0][0]
     losses_and_norms = np.array(found)[:, :2], np.array(expected)[:, :2]
     np.testing.assert_allclose(*losses_and_norms, rtol=2e-4)
 
