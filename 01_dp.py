@@ -107,8 +107,8 @@ class LanguageModel(nn.Module):
 
 
 def valid_tokens(y_bS, group):
-    """How many labels of the whole step count, on all ranks of the group: not those of -1."""
-    count = (y_bS != -1).sum()
+    """How many labels of the whole step count, on all ranks of the group: not those of -100."""
+    count = (y_bS != -100).sum()
     # all_reduce(SUM) over dp, 1: every rank now knows the divisor of the whole step
     dist.all_reduce(count, group=group)
     return count
@@ -119,9 +119,7 @@ def loss_and_gradients(model, x_bS, y_bS, valid):
     logits_bSV = model(x_bS)
     # Q1.1 * Ranks hold unequal numbers of labels. What is a rank's part of the mean over all?
     #        hint: parts that add up need one divisor, and no part may divide by its own count
-    lost = F.cross_entropy(
-        logits_bSV.flatten(0, 1), y_bS.flatten(), reduction="sum", ignore_index=-1
-    )
+    lost = F.cross_entropy(logits_bSV.flatten(0, 1), y_bS.flatten(), reduction="sum")
     share = lost / valid
     # /Q1.1
     share.backward()
@@ -384,7 +382,7 @@ def after_backward(reduce, own_divisor=False, every_time=False):
     def rung(model, group):
         def step(micro_batches, valid):
             if own_divisor:
-                own = sum((y_bS != -1).sum() for _, y_bS in micro_batches)
+                own = sum((y_bS != -100).sum() for _, y_bS in micro_batches)
                 valid = own * dist.get_world_size(group)
             loss = 0
             for k, (x_bS, y_bS) in enumerate(micro_batches, start=1):
@@ -415,7 +413,7 @@ def proof_batch(n, device, K=3):
     and with labels that do not count."""
     draw = torch.Generator().manual_seed(1)
     x_BS, y_BS = torch.randint(256, (2, n * K + n + 1, 16), generator=draw).to(device)
-    y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0, 0.9, len(y_BS))[:, None]] = -1
+    y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0, 0.9, len(y_BS))[:, None]] = -100
     parts = zip(x_BS.tensor_split(n), y_BS.tensor_split(n))
     return [list(zip(x.tensor_split(K), y.tensor_split(K))) for x, y in parts]
 
@@ -425,7 +423,7 @@ def serial(shares):
     losses, gradients = [], []
     for model, (x_bS, y_bS), divisor in shares:
         logits_bVS = model(x_bS).transpose(1, 2)
-        lost_bS = F.cross_entropy(logits_bVS, y_bS, ignore_index=-1, reduction="none")
+        lost_bS = F.cross_entropy(logits_bVS, y_bS, reduction="none")
         losses.append(lost_bS.sum() / divisor)
         gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
     return sum(losses).detach(), [torch.stack(parts).sum(0) for parts in zip(*gradients)]
@@ -498,7 +496,7 @@ def proof(group, device):
     """The rows of the table: the ladder, and what it looks like to leave out one idea of it."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     batch, model = proof_batch(n, device), tiny_model(device)
-    total = sum((y != -1).sum() for part in batch for _, y in part)
+    total = sum((y != -100).sum() for part in batch for _, y in part)
     whole = [torch.cat(tensors) for tensors in zip(*(b for part in batch for b in part))]
     wanted_loss, wanted = serial([(model, whole, total)])
     P = sum(param.nbytes for param in model.parameters())
@@ -521,7 +519,7 @@ def proof(group, device):
 def wrong_on_purpose(batch, total, model):
     """(name, rung, shares): a rung without one idea, and the shares that it adds up instead."""
     n, device = len(batch), total.device
-    counts = [sum((y != -1).sum() for _, y in part) for part in batch]
+    counts = [sum((y != -100).sum() for _, y in part) for part in batch]
     alone = [tiny_model(device, seed=rank) for rank in range(n)]
     yield (
         "each rank seeded apart", after_backward(all_reduce_gradients),

@@ -128,16 +128,16 @@ class LanguageModel(nn.Module):
 
 def next_tokens(tokens_BS, documents_BS=None):
     """Labels, shifted while the sequence is whole: after sharding the neighbour lives elsewhere.
-    -1, which does not count, at the end of the sequence and of each document."""
-    labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=-1)
+    -100, which does not count, at the end of the sequence and of each document."""
+    labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=-100)
     if documents_BS is None:
         return labels_BS
-    return labels_BS.masked_fill(documents_BS != F.pad(documents_BS[:, 1:], (0, 1), value=-1), -1)
+    return labels_BS.masked_fill(documents_BS != F.pad(documents_BS[:, 1:], (0, 1), value=-1), -100)
 
 
 def valid_tokens(labels_Bt, group):
     """How many labels of the step count, over all ranks: a rank may have none. At least 1."""
-    count = (labels_Bt != -1).sum()
+    count = (labels_Bt != -100).sum()
     # all_reduce(SUM) over cp, 1: every rank now knows the divisor of the whole step
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)
@@ -145,10 +145,7 @@ def valid_tokens(labels_Bt, group):
 
 def loss_share(logits_BtV, labels_Bt, valid):
     """This rank's part of the mean over the step's `valid` labels: the parts add up to it."""
-    lost = F.cross_entropy(
-        logits_BtV.flatten(0, 1), labels_Bt.flatten(), reduction="sum", ignore_index=-1
-    )
-    return lost / valid
+    return F.cross_entropy(logits_BtV.flatten(0, 1), labels_Bt.flatten(), reduction="sum") / valid
 
 
 # ── the layouts: which tokens a rank owns, and what they see of another rank's ───────────────
@@ -683,8 +680,8 @@ def model_row(group, device, K=2, d=8):
             kept.pop(param.untyped_storage()._cdata, None)
         return [loss.detach(), *(p.grad for p in model.parameters())], sum(kept.values())
 
-    wanted, _ = backward(x_BS, y_BS, torch.arange(S), causal_attention, (y_BS != -1).sum())
-    mine, labels = positions(S, group), shard(y_BS, group, fill=-1)
+    wanted, _ = backward(x_BS, y_BS, torch.arange(S), causal_attention, (y_BS != -100).sum())
+    mine, labels = positions(S, group), shard(y_BS, group, fill=-100)
     alone = lambda *qkv, documents: _RingAttention.apply(*qkv, _Ring(1, 0, documents_BS=documents))
     x_padded, y_padded = F.pad(x_BS, (0, n * len(mine) - S)), F.pad(y_BS, (0, n * len(mine) - S))
     _, kept_alone = backward(x_padded, y_padded, torch.arange(n * len(mine)), alone, 1)
@@ -749,9 +746,9 @@ def wrong_rows(group, device):
     rows += [Row("rotary offset by rank", error, wrong=predicted)]
 
     logits = torch.zeros(1, S // n, 256, device=device)
-    labels = torch.full((1, S // n), -1 if r else 7, device=device)  # all that count are on rank 0
+    labels = torch.full((1, S // n), -100 if r else 7, device=device)  # those of rank 0 count
     mean = loss_share(logits, labels, valid_tokens(labels, group))
-    of_means = loss_share(logits, labels, (labels != -1).sum().clamp(min=1)) / n
+    of_means = loss_share(logits, labels, (labels != -100).sum().clamp(min=1)) / n
     sum_over_ranks([mean, of_means], group)
     return [*rows, Row("mean of local means", relative_error(of_means, mean), wrong=1 - 1 / n)]
 
@@ -821,7 +818,7 @@ def train(args, group, device):
     say(f"{args.attention}, {args.layout}, {S} tokens: unigrams {unigram_entropy(text):.2f} nats")
     for step in range(args.steps):
         x_BS, y_BS = (x.to(device) for x in sample(text, step, 1, S))
-        labels = cut(y_BS, fill=-1)
+        labels = cut(y_BS, fill=-100)
         with kept_bytes() as kept:
             logits = model(cut(x_BS), mine, attend)
             loss = loss_share(logits, labels, valid_tokens(labels, group))

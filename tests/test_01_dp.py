@@ -286,12 +286,12 @@ class Bias(nn.Module):
 @question("Q1.1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dp_02_tokens_weigh_the_same_in_whatever_micro_batch_they_are(ranks):
-    """Counts of valid labels [[1, 3], [2, 6]] over ranks and micro-batches; -1 does not count."""
+    """Counts of valid labels [[1, 3], [2, 6]] over ranks and micro-batches; -100 does not count."""
     labels = [[[0], [1, 1, 2]], [[2, 2], [1, 0, 2, 2, 2, 2]]]
 
     def step():
         mine = labels if ranks == 1 else labels[rank() : rank() + 1]
-        y = [torch.tensor([row + [-1] * (6 - len(row))]) for part in mine for row in part]
+        y = [torch.tensor([row + [-100] * (6 - len(row))]) for part in mine for row in part]
         parallel = dp.DataParallel(Bias(), world())
         valid = dp.valid_tokens(torch.cat(y), world())
         loss = dp.accumulate(parallel, [(y_bS, y_bS) for y_bS in y], valid)
@@ -337,7 +337,7 @@ def test_dp_04_ranks_stay_identical_however_no_sync_is_placed(around_forward):
             else:
                 logits = parallel(x)
                 lost = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-1
+                    logits.flatten(0, 1), y.flatten(), reduction="sum"
                 )
                 with parallel.no_sync():
                     (lost / total).backward()

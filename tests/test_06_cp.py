@@ -497,18 +497,18 @@ def test_cp_01_the_loss_divides_by_the_valid_tokens_of_all_ranks(n, valid, loss)
     """One valid token of loss 6 is a loss of 6, and not 6/n, or 0/0 where a rank has none."""
 
     def step():
-        labels = torch.full((1, 8), -1)
+        labels = torch.full((1, 8), -100)
         labels[0, list(valid)] = 0
         model = Fixed(8)
         cut = partial(cp.shard, group=world(), layout="contiguous")
-        y = cut(labels, fill=-1)
+        y = cut(labels, fill=-100)
         share = cp.loss_share(cut(model.logits), y, cp.valid_tokens(y, world()))
         share.backward()
         found = [share.detach(), model.logits.grad]
         cp.sum_over_ranks(found, world())
         twin = Fixed(8)
         if valid:
-            F.cross_entropy(twin.logits[0], labels[0], ignore_index=-1).backward()
+            F.cross_entropy(twin.logits[0], labels[0]).backward()
         wanted = twin.logits.grad if valid else torch.zeros_like(model.logits)
         return found[0].item(), (found[1] - wanted).abs().max().item()
 
@@ -519,11 +519,11 @@ def test_cp_01_the_loss_divides_by_the_valid_tokens_of_all_ranks(n, valid, loss)
 def test_cp_03_labels_are_shifted_before_the_sequence_is_cut():
     def targets(documents=None):
         labels = cp.next_tokens(torch.arange(8)[None], documents)
-        return cp.shard(labels, world(), fill=-1)[0].tolist()
+        return cp.shard(labels, world(), fill=-100)[0].tolist()
 
-    assert on_ranks(2, targets) == [[1, 2, 7, -1], [3, 4, 5, 6]]
+    assert on_ranks(2, targets) == [[1, 2, 7, -100], [3, 4, 5, 6]]
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
-    assert on_ranks(2, targets, documents) == [[1, 2, 7, -1], [-1, 4, 5, -1]]
+    assert on_ranks(2, targets, documents) == [[1, 2, 7, -100], [-100, 4, 5, -100]]
 
 
 @question("Q6.1")
