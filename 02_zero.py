@@ -48,7 +48,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
 from unittest.mock import patch
@@ -159,17 +159,13 @@ class Shard:
     `own` is row r (s,), `grad` the sum of its gradients since the last zero_grad, or None.
     """
 
-    def __init__(
-        self, params, group, replicate_group=None, layout="flat",
-        param_dtype=None, reduce_dtype=None,
-    ):  # fmt: skip
+    def __init__(self, params, group, replicate_group=None, layout="flat",
+                 param_dtype=None, reduce_dtype=None):  # fmt: skip
         self.params, self.group, self.replicate_group = list(params), group, replicate_group
         self.n, self.r = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
         self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in self.params]
-        if layout == "flat":  # a cell is shapes, and how many elements stay together
-            self.cells = [(self.shapes, 1)]
-        else:
-            self.cells = [([shape], shape[1:].numel()) for shape in self.shapes]
+        apart = [([shape], shape[1:].numel()) for shape in self.shapes]
+        self.cells = [(self.shapes, 1)] if layout == "flat" else apart  # what must stay together
         rows_ns = self.pack([param.detach() for param in self.params])
         self.own, self.grad = rows_ns[self.r], None
         self.state_dtype = torch.promote_types(self.own.dtype, torch.float32)
@@ -192,35 +188,30 @@ class Shard:
             # /Q2.1
         return torch.cat(cells, dim=1) if len(cells) > 1 else cells[0]
 
-    def _cells(self):
-        """(shapes, columns in (n, s)) of each cell."""
+    def _places(self):
+        """(cell's first column, its width, where in the cell flattened) of each parameter."""
+        column = 0
         for shapes, together in self.cells:
-            P = sum(shape.numel() for shape in shapes)
-            yield shapes, -(-P // (self.n * together)) * together
+            ends = [0, *accumulate(shape.numel() for shape in shapes)]
+            width = -(-ends[-1] // (self.n * together)) * together
+            yield from ((column, width, begin, end) for begin, end in pairwise(ends))
+            column += width
 
     def unpack(self, rows_ns):
         """The tensors of a packed (n, s): views of it if it is one cell, copies if it is more."""
-        found, column = [], 0
-        for shapes, width in self._cells():
-            flat, begin = rows_ns[:, column : column + width].reshape(-1), 0
-            for shape in shapes:
-                found.append(flat[begin : begin + shape.numel()].view(shape))
-                begin += shape.numel()
-            column += width
-        return found
+        return [
+            rows_ns[:, column : column + width].reshape(-1)[begin:end].view(shape)
+            for shape, (column, width, begin, end) in zip(self.shapes, self._places())
+        ]
 
     def _pieces(self):
         """What this rank holds. Padding is in no piece, so it gets no state, norm or checkpoint."""
-        params, column = iter(self.params), 0
-        for shapes, width in self._cells():
-            begin = -self.r * width  # of a parameter, from where this rank's part of the cell is
-            for shape, param in zip(shapes, params):
-                start, stop = (min(max(x - begin, 0), shape.numel()) for x in (0, width))
-                if start < stop:
-                    at = column + begin
-                    yield Piece(param, start, stop, slice(at + start, at + stop))
-                begin += shape.numel()
-            column += width
+        for param, (column, width, begin, end) in zip(self.params, self._places()):
+            mine = self.r * width  # of the cell's elements, this rank has width from here
+            first, last = max(begin, mine), min(end, mine + width)
+            if first < last:
+                where = slice(column + first - mine, column + last - mine)
+                yield Piece(param, first - begin, last - begin, where)
 
     def gather(self):
         """Begin to make the parameters whole."""
@@ -452,10 +443,8 @@ class Unit:
         self.in_backward = True
 
 
-def fully_shard(
-    module, group, layout="flat", replicate_group=None, prefetch=True,
-    param_dtype=None, reduce_dtype=None,
-):  # fmt: skip
+def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=True,
+                param_dtype=None, reduce_dtype=None):  # fmt: skip
     """Make a module a unit of ZeRO-3, in place: its parameters, less those of units inside it, are
     sharded over `group`, gathered just before use and freed after. Returns the module.
 
@@ -560,10 +549,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Source: Rajbhandari et al., arXiv:1910.02054, section 5.
     """
 
-    def __init__(
-        self, param_groups, optimizer_class, stage=1, offload=None,
-        bucket_mb=25, reduce_dtype=None, **kwargs,
-    ):  # fmt: skip
+    def __init__(self, param_groups, optimizer_class, stage=1, offload=None,
+                 bucket_mb=25, reduce_dtype=None, **kwargs):  # fmt: skip
         defaults, self.kinds = probe(optimizer_class, kwargs)
         super().__init__(param_groups, defaults)
         self.stage, self.offload, self.homes = stage, offload, defaultdict(dict)
@@ -761,10 +748,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                         whole = whole.flatten()[0].cpu()
                     key = "master" if name == "param" else name
                     state[self.index[param]][key] = whole.clone()
-        groups = []
-        for each in self.param_groups:
-            indices = [self.index[param] for param in each["params"]]
-            groups.append({**self._options(each), "params": indices})
+        indices = [[self.index[param] for param in each["params"]] for each in self.param_groups]
+        options = [self._options(each) for each in self.param_groups]
+        groups = [{**each, "params": params} for each, params in zip(options, indices)]
         return {"state": dict(state), "param_groups": groups}
 
     @torch.no_grad()
@@ -818,8 +804,7 @@ def backward(model, micro_batches, valid):
     """Backward of this rank's micro-batches. Returns its share of the loss."""
     total = 0
     for x_bS, y_bS in micro_batches:
-        share = loss_share(model, x_bS, y_bS, valid)
-        share.backward()
+        (share := loss_share(model, x_bS, y_bS, valid)).backward()
         total += share.detach()
     return total
 
@@ -886,11 +871,10 @@ def claimed(optimizer, K, sizes=(8, 8, 8)):
     ring = lambda group: 1 - 1 / dist.get_world_size(group) if group else 0
     sent = sum(2 * ring(group) * 8 * len(optimizer.param_groups) for group in among)  # the norm
     for shard in optimizer.shards:
-        n, P, s, mine = shard.n, 0, 0, 0
+        n, P, s, mine = shard.n, sum(shape.numel() for shape in shard.shapes), 0, 0
         for shapes, together in shard.cells:
             numel = sum(shape.numel() for shape in shapes)
-            width = math.ceil(numel / together / n) * together
-            P, s = P + numel, s + width
+            s += (width := math.ceil(numel / together / n) * together)
             mine += min(max(numel - shard.r * width, 0), width)
         sent += sizes[0] * s * (n - 1) * (0, 2, K + 1, 3 * K)[stage]
         sent += sizes[1] * s * 2 * ring(shard.replicate_group) * (1, 1, K, K)[stage]
@@ -962,13 +946,12 @@ def wrong_on_purpose(group, device):
     error, predicted = relative_error(found, right), relative_error(own, right)
     yield Row("clipped by each rank's own norm", error, wrong=predicted)
 
-    P = 2 * n + 1
-    s = (P + P % n) // n
-    if s * n < P:  # for two ranks the remainder is its own complement
-        whole = torch.arange(1.0, P + 1, device=device).double()
+    whole = torch.arange(1.0, 2 * n + 2, device=device).double()
+    s = (len(whole) + len(whole) % n) // n
+    if s * n < len(whole):  # for two ranks the remainder is its own complement
         rows_ns = whole.new_empty(n, s)
         start_all_gather(rows_ns, whole[r * s : (r + 1) * s].contiguous(), group)()
-        found = F.pad(rows_ns.flatten(), (0, P - n * s))
+        found = F.pad(rows_ns.flatten(), (0, len(whole) - n * s))
         yield Row("padded by the remainder", relative_error(found, whole), wrong=1.0)
 
 
@@ -985,9 +968,7 @@ def watching(shards):
 
         return call
 
-    with ExitStack() as patches:
-        for name in ("gather", "wait", "free"):
-            patches.enter_context(patch.object(Shard, name, look(getattr(Shard, name))))
+    with patch.multiple(Shard, **{x: look(getattr(Shard, x)) for x in ("gather", "wait", "free")}):
         yield seen
 
 
@@ -1073,9 +1054,9 @@ def per_stage_table(group, device):
 def build(args, group, device):
     """The text of the run, its model and optimizer."""
     torch.manual_seed(0)
-    model, unit = LanguageModel().to(device), {"layout": args.layout}
-    given = dict(unit=unit, offload=args.offload, bucket_mb=0.5, lr=3e-3)
-    return read_text(args.text, 0), model, sharded(model, args.stage, group, **given)
+    model, given = LanguageModel().to(device), dict(unit={"layout": args.layout}, lr=3e-3)
+    optimizer = sharded(model, args.stage, group, offload=args.offload, bucket_mb=0.5, **given)
+    return read_text(args.text, 0), model, optimizer
 
 
 def micro_batches(args, text, step, group, device):
@@ -1129,8 +1110,7 @@ def plot(args, group, device):
             axis.plot([k] * 3, tops, "ok", markersize=3.5, clip_on=False)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-        axis.set_title(f"stage {stage}", fontsize=10)
-        axis.set_xlabel("ranks")
+        axis.set(title=f"stage {stage}", xlabel="ranks")
     above.axes[0].set_ylabel("bytes a parameter")
     above.axes[-1].legend(fontsize=8, loc="upper right")
     draw_window(args, group, device, below.subplots())
