@@ -565,6 +565,8 @@ class Block(nn.Module):
     def __init__(self, D):
         super().__init__()
         self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, 4 * D), (4 * D, D)))
+        for layer in (self.up, self.down):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(self, x_BSD, later=None):
         h = F.gelu(_Matmul.apply(x_BSD, self.up.weight, later))
