@@ -31,6 +31,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -741,12 +742,16 @@ def run(args):
 
 
 def main(argv=None):
-    """Exit status: 0 done, and all solved; 1 not all solved; 2 refused, in a sentence."""
+    """Exit status: 0 done, and all solved; 1 not all solved; 2 refused, in a sentence; 130 ended
+    from outside, with all that was being graded."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(build_parser().parse_args(argv))
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -411,6 +411,12 @@ def alive(group):
     return sum(int(pgid) == group and state[0] != "Z" for pgid, state in fields)
 
 
+def offspring(parent):
+    """The processes that a process has started."""
+    pids = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True).stdout
+    return [int(pid) for pid in pids.split()]
+
+
 def test_nothing_of_a_grading_outlives_it():
     attempt = workshop.Attempt(BY_ID["Q1.4"], ["        while True:", "            pass"], 100)
     trial = workshop.examiner().Trial(attempt, patience=60)
@@ -422,6 +428,23 @@ def test_nothing_of_a_grading_outlives_it():
     assert not os.path.exists(trial.folder.name)
     deadline = time.monotonic() + 10
     while alive(trial.process.pid):  # a rank closes its files just before it is seen to be gone
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_a_check_that_is_stopped_ends_with_all_that_it_grades(project):
+    run(project, "start", "01")
+    answer(project, "Q1.4", ["while True:", "    pass"])
+    command = [sys.executable, "workshop.py", "check", "Q1.4", "--timeout", "60"]
+    checking = subprocess.Popen(command, cwd=project, stderr=subprocess.PIPE)
+    ranks, grading = lambda: [group for group in offspring(checking.pid) if alive(group) > 2], []
+    deadline = time.monotonic() + 50
+    while not (grading := ranks()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    checking.terminate()
+    assert (checking.wait(20), checking.stderr.read()) == (130, b"")
+    while any(map(alive, grading)):
         assert time.monotonic() < deadline
 
 
