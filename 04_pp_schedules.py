@@ -976,8 +976,6 @@ def validate(args, ranks):
         F, I, W, comm = args.costs
     except ValueError as error:
         raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm") from error
-    if args.plot and not os.access(Path(args.plot).parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--plot {args.plot}: {Path(args.plot).parent} is no folder to write in")
     if args.plot and args.steps < 1:
         raise ValueError(f"--plot draws the last step, and --steps {args.steps} has none")
     read_text(args.text, at_least=65)
@@ -1122,8 +1120,13 @@ def launch(main, args, validate):
     try:
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: at least one is needed")
+        if vars(args).get("steps", 0) < 0:
+            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
+        folder = Path(vars(args).get("plot") or ".").parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
         validate(args, ranks)
     except ValueError as refused:
         print(refused, file=sys.stderr)
