@@ -358,7 +358,7 @@ class Model:
         return loss.item()
 
     def _run(self, schedule, x_BS, y_BS):
-        """Run the micro-batches; return this rank's part of the loss, which tp rank 0 has for all."""
+        """Run the micro-batches; return this rank's share of the loss: tp rank 0 has all."""
         micro_batches = self.micro_batches(x_BS, y_BS)
         losses, _ = pp.execute(schedule, self.stages, micro_batches, self.grid["pp"])
         mine = sum(losses.values()) if self.grid.at["tp"] == 0 else 0.0
