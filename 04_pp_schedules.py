@@ -77,7 +77,7 @@ def spell(words, tracks):
         todo["B" + letter] = todo["I" + letter] = deque(backwards)
     for word in words.split():
         cell = ()
-        # Q4.1 ** Write the list. Eight schedules are this loop with another warm-up, order and lag.
+        # Q4.1 ** A word of one part or two is a cell. What does it take, and what does an I owe?
         #         hint: todo has a queue for each word; an I leaves a W to do, in two of them
         for part in word.split("&"):
             if todo[part]:
