@@ -1089,6 +1089,8 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
+
     parser = arguments(__doc__, ranks=4, steps=80)
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--balance", choices=BALANCE, default="bias", help="what evens the load")

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import harness
 import pytest
-import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 
 import memory_math
 

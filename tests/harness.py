@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(os.environ.get("CHAPTERS", ROOT)).resolve()), str(ROOT)]
 
 import torch
+import torch._dynamo  # an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
 
 torch.set_num_threads(1)  # a used pool of threads and a fork hang
@@ -78,11 +79,11 @@ def _rank(rank, n, function, args, folder, timeout, answer):
         given = dict(store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", **given)
         dist.barrier()  # nobody leaves while another still connects
-        said = "returned", function(*args)
+        said = pickle.dumps(("returned", function(*args)))
         dist.destroy_process_group()
     except BaseException:
-        said = "raised", traceback.format_exc()
-    answer.send_bytes(pickle.dumps(said))
+        said = pickle.dumps(("raised", traceback.format_exc()))
+    answer.send_bytes(said)
     os._exit(0)  # groups that a test left alive would abort an ordinary exit
 
 

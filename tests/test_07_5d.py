@@ -18,7 +18,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
 from harness import ROOT, RankFailed, chapter, on_ranks, run_script
 

@@ -23,6 +23,11 @@ def the_next_call_works():
     assert on_ranks(2, total) == [3.0, 3.0]
 
 
+def test_an_answer_that_cannot_travel_is_named():
+    with pytest.raises(RankFailed, match="rank 0 raised: (?s:.)*pickle"):
+        on_ranks(1, lambda: lambda: None)
+
+
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
 def test_each_rank_answers(n):
     assert on_ranks(n, total) == [n * (n + 1) / 2] * n

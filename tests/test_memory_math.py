@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
 import torch.nn.functional as nnf
 from harness import ROOT, chapter, on_ranks, run_script
