@@ -1378,6 +1378,8 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
+
     parser = arguments(__doc__, ranks=4, steps=60)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="to train with")
     parser.add_argument("--layout", default="flat", choices=["flat", "per_parameter"])

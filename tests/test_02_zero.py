@@ -10,7 +10,6 @@ import threading
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  an optimizer loads it: once here, or else in every rank
 import torch.distributed as dist
 from harness import ROOT, RankFailed, chapter, on_ranks, refusal, run_script
 from torch import nn
