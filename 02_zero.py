@@ -1153,7 +1153,7 @@ def main(args, device):
     group, hybrid, n = dist.group.WORLD, None, dist.get_world_size()
     if n >= 4 and n % 2 == 0:  # two groups of shards; a rank's replica is n / 2 further
         halves = [list(range(n // 2)), list(range(n // 2, n))]
-        patience = {"timeout": timedelta(seconds=args.timeout or 60)}
+        patience = {"timeout": timedelta(seconds=args.timeout)}
         make = partial(dist.new_subgroups_by_enumeration, **patience)
         hybrid = make(halves)[0], make([list(pair) for pair in zip(*halves)])[0]
     say(f"02 ZeRO · {n} ranks · {dist.get_backend()} · {device.type}")
