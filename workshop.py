@@ -618,6 +618,7 @@ class Watch:
                 while self.question:
                     if self.saved():
                         self.begin()
+                        continue
                     pressed = key(0.2, *([self.trial.answer] if self.trial else []))
                     if self.trial and self.trial.answer.poll():
                         trial, self.trial = self.trial, None
@@ -639,8 +640,13 @@ class Watch:
             return before != self.seen
 
     def begin(self):
-        """Grade the question as it is now: a grading of how it was is of no use."""
+        """Grade the question as it is now, the next if it is solved: a grading of how it was is
+        of no use."""
         self.end()
+        if states([self.question])[self.question.id] in DONE:
+            self.question = first_open(self.asked)
+        if not self.question:
+            return
         tried = attempt(self.question)
         if isinstance(tried, Verdict):
             self.tell(tried)
@@ -682,7 +688,7 @@ class Watch:
             self.end()
             reset(self.question)
         elif key == "n" and states([self.question])[self.question.id] in DONE:
-            self.question, self.seen = first_open(self.asked), None
+            self.seen = None
         sys.stdout.flush()
 
 

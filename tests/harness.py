@@ -119,14 +119,11 @@ def _answers(ranks, ends, folder, timeout):
 
 def _stack(process, said):
     """Where a rank that hangs stands, innermost call first; it writes when it is asked to."""
-    before, asked, seen = said.stat().st_size, time.monotonic(), None
+    before, asked, ours = len(said.read_text()), time.monotonic(), f'  File "{__file__}"'
     os.kill(process.pid, signal.SIGUSR1)
-    while time.monotonic() < asked + 2:  # until it writes no more
-        seen, last = said.stat().st_size, seen
-        if before < seen == last:
-            break
+    while ours not in (stack := said.read_text()[before:]) and time.monotonic() < asked + 5:
         time.sleep(0.05)
-    return said.read_text()[before:].partition(f'  File "{__file__}"')[0]
+    return stack.partition(ours)[0]
 
 
 def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):

@@ -546,21 +546,25 @@ def test_backward_prefetches_too_and_not_if_told_not_to(layout):
 
 
 @question("Q2.4")
-def test_shards_leave_in_one_order_whatever_order_their_gradients_arrive_in():
+@pytest.mark.parametrize("bucket_mb", [1e-6, 1])
+def test_shards_leave_whole_and_in_one_order_whatever_order_their_gradients_arrive_in(bucket_mb):
     def step():
         torch.manual_seed(0)
         model = Branch().double()
         groups = [{"params": list(model.parameters()), "group": world()}]
-        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 2, bucket_mb=1e-6, lr=1.0)
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 2, bucket_mb=bucket_mb, lr=1.0)
         x = torch.full((1, 3), rank() + 1.0, dtype=torch.float64)
         if rank():
             y = model.a(x).sum() + 10 * model.b(x).sum()  # b's gradient comes first
         else:
             y = 10 * model.b(x).sum() + model.a(x).sum()
-        y.backward()
-        return [g[0, 0].item() for g in zero.whole_gradients(model, optimizer)]
+        with zero.Ledger() as ledger:
+            y.backward()
+            found = [g[0, 0].item() for g in zero.whole_gradients(model, optimizer)]
+        calls = [event.what for event in ledger.events].count("all_to_all_single")
+        return found, calls - len(optimizer.shards)
 
-    assert on_ranks(2, step) == [[3, 30]] * 2
+    assert on_ranks(2, step) == [([3, 30], 0)] * 2
 
 
 @pytest.mark.parametrize("stage, layout", STAGES)

@@ -72,6 +72,16 @@ TABLE = {
 
 
 @question("Q4.1")
+def test_words_take_from_their_tracks_what_is_there_and_i_alone_owes_a_w():
+    tracks = dict(a=2 * [[(0, 0), (0, 1)]], b=2 * [[(1, 0)]])
+    spelled = lambda words: [pp.show(*cell) for cell in pp.spell(words, tracks)]
+    assert spelled("Fa&Fb Fa Fa Ba W Ib Ia W W W") == [
+        ["F0.0", "F1.0"], ["F0.1"], ["B0.0"], ["I1.0"], ["I0.1"], ["W1.0"], ["W0.1"],
+    ]  # fmt: skip
+    assert spelled("Ib Ia Wa Wb Wa") == [["I1.0"], ["I0.0"], ["W0.0"], ["W1.0"]]
+
+
+@question("Q4.1")
 @question("Q4.2")
 @question("Q4.3")
 @pytest.mark.parametrize("row", TABLE)

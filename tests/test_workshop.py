@@ -284,13 +284,25 @@ def test_hint_and_show(project):
     assert re.search(r"^for step in range\(n - 1\):$", narrow, re.M)
 
 
+INSIDE_ANOTHER_MESSAGE = """
+import pytest
+
+def test_that_expects_another_error():
+    with pytest.raises(ValueError, match="a name"):
+        raise ValueError("rank 0 raised: NotImplementedError: Q1.3 Ranks may")
+"""
+
+
 def test_pytest_grades_a_whole_exercise_file_and_names_what_is_open(project):
     run(project, "start", "01", "--question", "Q1.5")
-    command = [sys.executable, "-m", "pytest", "tests/test_01_dp.py", "-k", "ring or rank_0_has"]
+    (project / "tests" / "test_inside.py").write_text(INSIDE_ANOTHER_MESSAGE)
+    files = ["tests/test_01_dp.py", "tests/test_inside.py"]
+    command = [sys.executable, "-m", "pytest", *files, "-k", "ring or rank_0_has or another_error"]
     env = os.environ | {"CHAPTERS": "exercises"}
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert re.search(r"SKIPPED \[\d\] tests/test_01_dp.py:\d+: Q1.5 not started", done.stdout)
-    assert "1 passed, 5 skipped" in done.stdout and "Traceback" not in done.stdout
+    assert "test_inside.py:4: Q1.3 not started" in done.stdout
+    assert "1 passed, 6 skipped" in done.stdout and "Traceback" not in done.stdout
     answer(project, "Q1.5", ["    return x"])
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "skipped" not in done.stdout
@@ -350,8 +362,12 @@ def test_watch_in_a_terminal_and_again_where_it_was_left(project):
     assert "hung" not in terminal.wait_for("\033[32msolved")
     terminal.wait_for("\r\n01_dp.py\r\n\r\nlost = F.cross_entropy(")
     terminal.wait_for("n next")
-    terminal.press("n")
+    answer(project, "Q1.2", ["x = ("])  # a save goes on to the next question, as n does
     terminal.wait_for("1 of 7")
+    terminal.wait_for("does not parse")
+    terminal.wait_for("was never closed")
+    terminal.press("r")
+    terminal.wait_for("Q1.2 is empty again")
     terminal.wait_for(BY_ID["Q1.2"].text[:60])
     terminal.press("q")
     assert terminal.close() == 0
@@ -359,14 +375,12 @@ def test_watch_in_a_terminal_and_again_where_it_was_left(project):
     terminal = Terminal(project, "watch", "01")
     terminal.wait_for("1 of 7")
     terminal.wait_for("Q1.2")
-    answer(project, "Q1.2", ["x = ("])
-    terminal.wait_for("does not parse")
-    terminal.wait_for("was never closed")
-    terminal.press("r")
-    terminal.wait_for("Q1.2 is empty again")
-    terminal.wait_for("not started")
+    answer(project, "Q1.2", reference("Q1.2"))
+    terminal.wait_for("n next")
+    terminal.press("n")
+    terminal.wait_for(BY_ID["Q1.3"].text[:60])
     terminal.press("l")
-    terminal.wait_for("next: Q1.2")
+    terminal.wait_for("next: Q1.3")
     terminal.process.send_signal(2)  # Ctrl-C
     assert terminal.close() == 0
 
