@@ -30,7 +30,7 @@ Questions  Q1.1 * what divides the loss?        Q1.2 * which tensors must start 
            Q1.5 *** which chunk goes round?     Q1.6 *** and which comes home?
 """
 # B samples of the step · b on this rank · S bytes of a sample · D width · V vocabulary (256)
-# P parameters, or bytes of them · n ranks · K micro-batches
+# P parameters, in the proof their bytes · n ranks · K micro-batches
 
 import argparse
 import hashlib
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next byte (b, S, V): 1.1 M parameters by default, in 64
+    """Bytes (b, S) to logits of the next byte (b, S, V): 1.1 M parameters by default, in 54
     tensors from 128 elements to 65,536."""
 
     def __init__(self, D=128, layers=5, heads=4, S=64, V=256):
@@ -486,6 +486,7 @@ def ladder(P, n, r):
         naive = partial(all_reduce_flat, all_reduce=gather_and_broadcast)
         by_hand = partial(all_reduce_flat, all_reduce=ring_all_reduce)
         chunks = [8 * len(chunk) for chunk in torch.empty(P // 8, device="meta").tensor_split(n)]
+        # the first half of the journey sends all chunks but r + 1, the second all but r + 2
         two_chunks = chunks[(r + 1) % n] + chunks[(r + 2) % n]
         sent, held = (P, 2 * P) if r else ((n - 1) * P, 3 * P)
         yield "gather_and_broadcast, rank 0", after(naive), sent, held
@@ -531,7 +532,8 @@ def wrong_on_purpose(batch, total, model):
     )  # fmt: skip
     yield (
         "every micro-batch is summed", after_backward(all_reduce_gradients, every_time=True),
-        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],  # K = 3
+        # of K = 3, what is summed after micro-batch k is summed again, n times, at each later one
+        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],
     )  # fmt: skip
 
 
@@ -792,7 +794,8 @@ def read_text(path, at_least):
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
-        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+        name = f"--text {path}" if path is not None else "without --text, Python's help topics"
+        raise ValueError(f"{name}: {len(text)} bytes, and one batch needs {at_least}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
@@ -820,7 +823,8 @@ def arguments(doc, ranks, steps):
     parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
     parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
     parser.add_argument("--text", help="file to train on; default: Python's own help topics")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take; default: 20, "
+                        "under torchrun 120")  # fmt: skip
     return parser
 
 
@@ -838,12 +842,15 @@ def launch(main, args, validate):
             raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
-        folder = Path(vars(args).get("plot") or ".").parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
+        plot = Path(vars(args).get("plot") or "plot.png")
+        if not os.access(plot.parent, os.W_OK | os.X_OK) or plot.is_dir():
+            raise ValueError(f"--plot {plot}: name a file, in a folder that can be written to")
+        if plot.suffix not in (".png", ".pdf", ".svg", ""):
+            raise ValueError(f"--plot {plot}: .png, .pdf and .svg can be drawn")
         validate(args, ranks)
     except ValueError as refused:
-        print(refused, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(refused, file=sys.stderr)
         sys.exit(2)
     if by_torchrun:
         _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
@@ -889,7 +896,7 @@ def _rank(local, ranks, main, args, folder=None):
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        sys.stderr.write(f"rank {rank} of {ranks}: {why}\n")  # at once: others write too
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

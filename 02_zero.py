@@ -110,7 +110,7 @@ def start_all_gather(rows_ns, row_s, group):
         return lambda: None
     # all_gather over dp, s from each: every rank will hold all rows
     work = dist.all_gather_single(rows_ns.view(-1), row_s, group=group, async_op=True)
-    return lambda: (work.wait(), row_s)
+    return lambda: (work.wait(), row_s)  # which must live until it has left
 
 
 def start_reduce_scatter(rows_ns, group):
@@ -156,7 +156,8 @@ class Shard:
     Args: group, whose ranks have a row each (None: one row, n = 1); replicate_group, whose ranks
     have the same row and add up its gradient; param_dtype, of what is gathered, and reduce_dtype,
     of what is summed, where they are not the parameters' own.
-    `own` is row r (s,), `grad` the sum of its gradients since the last zero_grad, or None.
+    `own` is row r (s,), `grad` the sum of its gradients since the last zero_grad, or None; `rows`
+    is the matrix while it is gathered, `whole` the parameters in it, or copied out of it.
     """
 
     def __init__(self, params, group, replicate_group=None, layout="flat",
@@ -914,7 +915,7 @@ def proof(group, device, hybrid=None):
         for name, (stage, unit) in cases.items():
             found, optimizer, sent, held = check(stage, K, group, device, **unit)
             sent_claim, held_claim = claimed(optimizer, K)
-            name = f"{name}, {K} micro-batch{'es' * (K > 1)}"
+            name = f"{name}, K = {K}"
             yield Row(name, off(found, wanted), (sent, sent_claim), (sum(held), sum(held_claim)))
     if n > 1:
         yield from prove_order(group, device)
@@ -1074,20 +1075,21 @@ def train(args, group, device):
     say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text "
         f"{unigram_entropy(text):.3f}\nstep   loss   norm  tokens/s    sent/step      formula"
         "         held      formula")  # fmt: skip
-    units = len(model.zero_unit.window.units) if args.stage == 3 else 0
+    units, as_claimed = len(model.zero_unit.window.units) if args.stage == 3 else 0, True
     for step in range(args.steps):
         started, valid = time.perf_counter(), args.batch * 64
         batch = micro_batches(args, text, step, group, device)
         loss, norm, sent, held = train_step(model, optimizer, batch, valid, clip=1.0)
         # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
         dist.all_reduce(loss, group=group)
+        first = 16 * (dist.get_world_size(group) - 1) * units * (not step)  # orders compared
+        sizes = sent, sent_claim + first, sum(held), sum(held_claim[: 3 if step else 2])
+        as_claimed &= abs(sizes[0] - sizes[1]) < 0.5 and sizes[2] == sizes[3]
         if step % 10 == 0 or step == args.steps - 1:
             rate = valid / (time.perf_counter() - started)
-            first = 16 * (dist.get_world_size(group) - 1) * units * (not step)  # orders compared
-            sizes = sent, sent_claim + first, sum(held), sum(held_claim[: 3 if step else 2])
             cells = "".join(f"{x:13,.0f}" for x in sizes)
             say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{cells}")
-    return 0
+    return 0 if as_claimed else 1
 
 
 def plot(args, group, device):
@@ -1273,7 +1275,8 @@ def read_text(path, at_least):
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
-        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+        name = f"--text {path}" if path is not None else "without --text, Python's help topics"
+        raise ValueError(f"{name}: {len(text)} bytes, and one batch needs {at_least}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
@@ -1301,7 +1304,8 @@ def arguments(doc, ranks, steps):
     parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
     parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
     parser.add_argument("--text", help="file to train on; default: Python's own help topics")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take; default: 20, "
+                        "under torchrun 120")  # fmt: skip
     return parser
 
 
@@ -1319,12 +1323,15 @@ def launch(main, args, validate):
             raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
-        folder = Path(vars(args).get("plot") or ".").parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
+        plot = Path(vars(args).get("plot") or "plot.png")
+        if not os.access(plot.parent, os.W_OK | os.X_OK) or plot.is_dir():
+            raise ValueError(f"--plot {plot}: name a file, in a folder that can be written to")
+        if plot.suffix not in (".png", ".pdf", ".svg", ""):
+            raise ValueError(f"--plot {plot}: .png, .pdf and .svg can be drawn")
         validate(args, ranks)
     except ValueError as refused:
-        print(refused, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(refused, file=sys.stderr)
         sys.exit(2)
     if by_torchrun:
         _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
@@ -1370,7 +1377,7 @@ def _rank(local, ranks, main, args, folder=None):
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        sys.stderr.write(f"rank {rank} of {ranks}: {why}\n")  # at once: others write too
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,16 +5,17 @@ heads, or its part of the hidden units, all the way alone, and what the ranks en
 matrices, one sum. Between pairs all ranks hold the same tokens; with sequence parallelism (SP) each
 holds 1/n of them there, for norms, dropout and the residual stream, and the sum leaves it those.
 
-    x ── f ──┬── W_up rows of rank 0 ── silu ── W_down columns of rank 0 ──┬── g ── x'
-             └── W_up rows of rank 1 ── silu ── W_down columns of rank 1 ──┘
+    x ── f ──┬── W_up, outputs of rank 0 ── silu ── W_down, those inputs ──┬── g ── x'
+             └── W_up, outputs of rank 1 ── silu ── W_down, those inputs ──┘
 
-    ladder      f, back                       g, back                 sent   kept, per token
+    ladder      f: forward, backward          g: forward, backward    sent   kept, per token
     off         nothing, all-reduce           all-reduce, nothing       8    4D + 2       + R/n
     keep        all-gather, reduce-scatter    the reverse               8    (2D + 2)/n + 2D + R/n
     regather    and all-gather once more      the reverse              10    (4D + 2)/n   + R/n
     overlap     as regather, in chunks that travel while others are multiplied
     sent: by a rank for a layer, in (n-1)/n · B·S·D.  R = 2(H + K)d + H + 4F: q, k, v, the result
-    and its normaliser; gate, up, silu, product.  Held: 1/n of each matrix, all of norms.
+    and its normaliser (K at least n: heads are copied); gate, up, silu, product.
+    Held: 1/n of each matrix, all of norms.
 
     python 03_tp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 03_tp.py     the same, started by torchrun
@@ -133,7 +134,7 @@ def serial_step(w, c, x_BS, y_BS):
 # ── who holds what ───────────────────────────────────────────────────────────────────────────
 
 
-def divides(n, **counts):
+def check_divides(n, **counts):
     """Raise ValueError, with what would work, where n does not divide one of the counts."""
     for name, count in counts.items():
         if count % n:
@@ -270,7 +271,7 @@ def all_gather(x_BsD, group):
 
 def by_rank(x_BSD, group):
     """(B, S, D) to (n, B, s, D). Raises ValueError where n does not divide S, before any call."""
-    divides(dist.get_world_size(group), sequence=x_BSD.shape[1])
+    check_divides(dist.get_world_size(group), sequence=x_BSD.shape[1])
     return rearrange(x_BSD, "B (n s) ... -> n B s ...", n=dist.get_world_size(group))
 
 
@@ -334,6 +335,10 @@ def dropout(x, p, key, group, dim=None):
 # ── matrices, and gradients that can wait ────────────────────────────────────────────────────
 
 
+# A pipeline (chapter 04) may want the gradients of weights later than those of inputs. A layer that
+# is given a list as `later` leaves closures in it that add them; given None, it adds them at once.
+
+
 def stand_in(param, later):
     """What autograd sees of a parameter: it, or if its gradient is to wait, another leaf in its
     place, because the hooks of a parameter fire for a gradient of None as well."""
@@ -365,7 +370,7 @@ def settle(later, *owed):
     return [None] * len(owed)
 
 
-class _Wait(torch.autograd.Function):
+class _PutOff(torch.autograd.Function):
     """A parameter, as it is; a closure in `later` adds its gradient."""
 
     @staticmethod
@@ -378,9 +383,9 @@ class _Wait(torch.autograd.Function):
         return *settle(ctx.later, (ctx.param, lambda: d_param)), None
 
 
-def wait(param, later):
+def put_off(param, later):
     """For gradients that cost nothing (of a norm, a bias, a table): only adding them can wait."""
-    return param if later is None else _Wait.apply(stand_in(param, later), later)
+    return param if later is None else _PutOff.apply(stand_in(param, later), later)
 
 
 class _Linear(torch.autograd.Function):
@@ -482,7 +487,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         n, r = dist.get_world_size(group), dist.get_rank(group)
         if isinstance(blocks, int):
-            divides(n, outputs=n_out // blocks)
+            check_divides(n, outputs=n_out // blocks)
         self.group, self.sp = group, rung(sp)
         self.shard_spec = dict.fromkeys(("weight", "bias"), (0, blocks))
         draw = lambda whole: nn.Parameter(shard(whole, (0, blocks), n, r))
@@ -514,7 +519,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, n_in, n_out, group, bias=False, sp="off"):
         super().__init__()
         n, r = dist.get_world_size(group), dist.get_rank(group)
-        divides(n, inputs=n_in)
+        check_divides(n, inputs=n_in)
         self.group, self.sp, self.shard_spec = group, rung(sp), {"weight": (1, 1)}
         whole = torch.randn(n_out, n_in) / n_in**0.5
         self.weight = nn.Parameter(shard(whole, (1, 1), n, r).contiguous())
@@ -530,7 +535,7 @@ class RowParallelLinear(nn.Module):
         # Q3.2 * y is the sum over ranks, and every rank has b. When is it added, and not earlier?
         #        hint: n times a bias is a bias too; it would train, and differ from one process
         if self.bias is not None:
-            y = y + wait(self.bias, later)
+            y = y + put_off(self.bias, later)
         return y
         # /Q3.2
 
@@ -563,7 +568,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(D)), eps
 
     def forward(self, x, later=None):
-        return _RMSNorm.apply(x, wait(self.weight, later), self.eps)
+        return _RMSNorm.apply(x, put_off(self.weight, later), self.eps)
 
 
 def rotary(x_BShd, positions_S, theta=1e4):
@@ -616,7 +621,7 @@ class MLP(nn.Module):
 
     def __init__(self, D, hidden, group, bias=False, sp="off"):
         super().__init__()
-        divides(dist.get_world_size(group), hidden=hidden)
+        check_divides(dist.get_world_size(group), hidden=hidden)
         self.gate_up = ColumnParallelLinear(D, 2 * hidden, group, bias, sp, blocks=2)
         self.down = RowParallelLinear(hidden, D, group, bias, sp)
 
@@ -658,7 +663,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, x_BS, later=None):
         rows, mine = own_rows(x_BS, self.V, len(self.weight), self.group)
-        found = F.embedding(rows, wait(self.weight, later)).masked_fill(~mine[..., None], 0)
+        found = F.embedding(rows, put_off(self.weight, later)).masked_fill(~mine[..., None], 0)
         combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
         return combine(found, self.group)
 
@@ -949,7 +954,8 @@ def proof(c, group, device, B, S):
 
 
 def train(c, args, group, device):
-    """Train on text, in float64, so that every n prints the same digits."""
+    """Train on text, in float64, so that every n prints the same digits. 0 if each step sent what
+    the formula says."""
     text, n, S = read_text(args.text, 0), dist.get_world_size(group), args.sequence
     model, _ = build(c, group, device, args.sp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -957,6 +963,7 @@ def train(c, args, group, device):
     say(f"\nSP {args.sp}, {sum(p.numel() for p in model.parameters()):,} parameters a rank; "
         f"unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
     say("step      loss   tokens/s   sent/step     formula")
+    broken = False
     for step in range(args.steps):
         x_BS, y_BS = (whole.to(device) for whole in sample(text, step, args.batch, S))
         started = time.perf_counter()
@@ -964,10 +971,12 @@ def train(c, args, group, device):
             loss = loss_and_gradients(model, x_BS, y_BS, step)
         optimizer.step()
         optimizer.zero_grad()
+        sent = sum(ledger.sent.values())
+        broken |= abs(sent - formula) > 0.5
         if step % 10 == 0 or step == args.steps - 1:
             rate = args.batch * S / (time.perf_counter() - started)
-            say(f"{step:4}{loss.item():10.6f}{rate:11,.0f}"
-                f"{sum(ledger.sent.values()):12,.0f}{formula:12,.0f}")  # fmt: skip
+            say(f"{step:4}{loss.item():10.6f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}")
+    return int(broken)
 
 
 def plot(c, args, group, device):
@@ -1007,7 +1016,7 @@ def main(args, device):
     if args.plot:
         plot(c, args, group, device)
     elif args.steps:
-        train(c, args, group, device)
+        broken |= train(c, args, group, device)
     return broken
 
 
@@ -1017,7 +1026,7 @@ def validate(args, ranks):
         if (value := getattr(args, flag)) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
     check_heads(Config.D, args.heads, args.kv_heads, ranks)
-    divides(ranks, hidden=args.hidden, sequence=args.sequence)
+    check_divides(ranks, hidden=args.hidden, sequence=args.sequence)
     read_text(args.text, at_least=args.sequence + 1)
 
 
@@ -1116,7 +1125,8 @@ def read_text(path, at_least):
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
-        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+        name = f"--text {path}" if path is not None else "without --text, Python's help topics"
+        raise ValueError(f"{name}: {len(text)} bytes, and one batch needs {at_least}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
@@ -1144,7 +1154,8 @@ def arguments(doc, ranks, steps):
     parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
     parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
     parser.add_argument("--text", help="file to train on; default: Python's own help topics")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take; default: 20, "
+                        "under torchrun 120")  # fmt: skip
     return parser
 
 
@@ -1162,12 +1173,15 @@ def launch(main, args, validate):
             raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
-        folder = Path(vars(args).get("plot") or ".").parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
+        plot = Path(vars(args).get("plot") or "plot.png")
+        if not os.access(plot.parent, os.W_OK | os.X_OK) or plot.is_dir():
+            raise ValueError(f"--plot {plot}: name a file, in a folder that can be written to")
+        if plot.suffix not in (".png", ".pdf", ".svg", ""):
+            raise ValueError(f"--plot {plot}: .png, .pdf and .svg can be drawn")
         validate(args, ranks)
     except ValueError as refused:
-        print(refused, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(refused, file=sys.stderr)
         sys.exit(2)
     if by_torchrun:
         _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
@@ -1213,7 +1227,7 @@ def _rank(local, ranks, main, args, folder=None):
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        sys.stderr.write(f"rank {rank} of {ranks}: {why}\n")  # at once: others write too
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

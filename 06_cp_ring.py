@@ -957,7 +957,8 @@ def read_text(path, at_least):
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
-        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
+        name = f"--text {path}" if path is not None else "without --text, Python's help topics"
+        raise ValueError(f"{name}: {len(text)} bytes, and one batch needs {at_least}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
@@ -985,7 +986,8 @@ def arguments(doc, ranks, steps):
     parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
     parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
     parser.add_argument("--text", help="file to train on; default: Python's own help topics")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may take; default: 20, "
+                        "under torchrun 120")  # fmt: skip
     return parser
 
 
@@ -1003,12 +1005,15 @@ def launch(main, args, validate):
             raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
         if not args.timeout > 0:
             raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
-        folder = Path(vars(args).get("plot") or ".").parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"--plot {args.plot}: {folder} is no folder to write in")
+        plot = Path(vars(args).get("plot") or "plot.png")
+        if not os.access(plot.parent, os.W_OK | os.X_OK) or plot.is_dir():
+            raise ValueError(f"--plot {plot}: name a file, in a folder that can be written to")
+        if plot.suffix not in (".png", ".pdf", ".svg", ""):
+            raise ValueError(f"--plot {plot}: .png, .pdf and .svg can be drawn")
         validate(args, ranks)
     except ValueError as refused:
-        print(refused, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(refused, file=sys.stderr)
         sys.exit(2)
     if by_torchrun:
         _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
@@ -1054,7 +1059,7 @@ def _rank(local, ranks, main, args, folder=None):
     except Exception as error:
         lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
         why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        print(f"rank {rank} of {ranks}: {why}", file=sys.stderr)
+        sys.stderr.write(f"rank {rank} of {ranks}: {why}\n")  # at once: others write too
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -929,7 +929,7 @@ def validate_model(args):
         refuse(apart, f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied")
     refuse(args.kv_heads % args.tp, f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}")
     tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
-    tp.divides(args.tp, hidden=args.hidden)
+    tp.check_divides(args.tp, hidden=args.hidden)
     heads, ulysses = args.heads // args.tp, args.attention == "ulysses"
     left = f"the {heads} heads that --tp {args.tp} leaves a rank"
     refuse(ulysses and heads % args.cp, f"ulysses: --cp {args.cp} does not divide {left}")
@@ -985,7 +985,7 @@ def options(argv=None):
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True)
     for name, default in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--save", metavar="DIR", help="write checkpoints there")
     parser.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint there")
     args = parser.parse_args(argv)

@@ -93,7 +93,7 @@ def validate(args, ranks):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", "--micro-batches", type=int, default=8)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds")
     parser.add_argument("--schedule", choices=pp.SCHEDULES, help="default: all")
     parser.add_argument("--plot", metavar="PNG", help="draw simulated above measured")

@@ -398,7 +398,6 @@ def test_three_ranks_share_a_batch_that_three_does_not_divide():
     (["--batch", 0], "--batch 0"),
     (["--micro-batches", 0], "--micro-batches 0"),
     (["--bucket-mb", "nan"], "--bucket-mb nan"),
-    (["--plot", "no/such/folder.png"], "no/such/folder.png"),
     (["--timeout", -1], "--timeout -1"),
 ])  # fmt: skip
 def test_wrong_numbers_are_sentences(wrong, says):

@@ -613,7 +613,6 @@ def test_a_rung_that_is_none_is_refused(layer):
     (["--kv-heads", 3], "heads a multiple of key/value heads 3"),
     (["--hidden", 6], "tp 4 does not divide hidden 6: use one of [1, 2, 3, 6]"),
     (["--sequence", 10], "tp 4 does not divide sequence 10: use one of [1, 2, 5, 10]"),
-    (["--plot", "no/such/folder.png"], "no/such"),
 ])  # fmt: skip
 def test_wrong_numbers_are_sentences(wrong, says):
     assert says in refusal(ROOT / "03_tp.py", *wrong)

@@ -786,7 +786,6 @@ def command_line(*words):
     (["--costs", "1,1,1"], "four numbers"),
     (["--costs=-1,1,1,0"], "each must be 0 or more"),
     (["--simulate", "--costs", "1,1,1"], "four numbers"),
-    (["--plot", "no/such/folder"], "--plot no/such/folder: no/such is no folder to write in"),
     (["--plot", "a", "--steps", 0], "--steps 0 has none"),
     (["--costs", "1,1,nan,0"], "each must be 0 or more"),
     (["--costs", "1,1,inf,0"], "each must be 0 or more"),

@@ -592,7 +592,7 @@ def test_experts_that_ep_does_not_divide_are_refused_with_the_numbers():
 @pytest.mark.parametrize(
     "given, said",
     [
-        (["--ranks", 3], "--ranks 3 does not divide 8 experts: use 1, 2, 4 or 8"),
+        (["--ranks", 3], "3 ranks do not divide 8 experts: use 1, 2, 4 or 8"),
         (["--batch", 3], "--batch 3: each of 4 ranks needs at least 1"),
         (["--plot", "x.png", "--steps", 5], "--steps 5: a picture needs at least 10"),
     ],

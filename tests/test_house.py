@@ -68,7 +68,7 @@ def test_wrong_arguments_are_answered_by_a_sentence(path):
     wrong = [
         ("--ranks", 0), ("--ranks", -1), ("--steps", -1), ("--timeout", 0),
         ("--text", "no such file"), ("--text", ROOT / ".gitignore"),
-        ("--plot", "no/such/folder.png"),
+        ("--plot", "no/such/folder.png"), ("--plot", ROOT / "tests"), ("--plot", "picture.txt"),
     ]  # fmt: skip
     for flag, value in wrong:
         assert f"{flag} {value}" in refusal(path, flag, value)
