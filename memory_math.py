@@ -89,9 +89,8 @@ def nearest(name, known, what):
     if isinstance(name, str) and name in known:
         return name
     close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4)
-    raise ValueError(
-        f"no {what} is named {name}: nearest are {', '.join(close or sorted(known)[:20])}"
-    )
+    others = f"nearest are {', '.join(close)}" if close else f"use one of {', '.join(sorted(known))}"
+    raise ValueError(f"no {what} is named {name}: {others}")
 
 
 def divisors(*numbers):

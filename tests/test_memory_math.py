@@ -1532,6 +1532,7 @@ def test_offload_cuts_experts_over_their_own_replicas(capsys):
 
 WRONG = [
     ("params --model lama-3-8b", "nearest are llama-3-8b"),
+    ("params --model x", "no model is named x: use one of"),
     ("params --config nowhere.json", "--config nowhere.json"),
     ("params --model meta-llama", "nearest are"),
     ("estimate --tp 6", "--tp 6 does not divide"),
