@@ -1559,7 +1559,7 @@ WRONG = [
     ("compute --moved 1e9", "MBU"),
     ("compute --precision hbm", "no precision of h100 is named hbm"),
     ("compute --tokens -1", "--tokens"),
-    ("compute --convention 8N", "nearest are"),
+    ("compute --convention 8N", "use one of 6N"),
     ("guide nonsensical", "section of the guide"),
     ("plot memory --out /nowhere/x.png", "/nowhere/x.png"),
     ("plot memory --out x.nothing", "x.nothing"),
