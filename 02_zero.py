@@ -266,7 +266,7 @@ class Shard:
         # Q2.3 ** The full gradient is gone; the next micro-batch brings another. Where does it go?
         #         hint: three micro-batches of 1, 2 and 4 make 7
         if self.grad is None:
-            self.grad = sum_s.to(self.reduce_dtype or self.own.dtype)
+            self.grad = sum_s.to(torch.promote_types(sum_s.dtype, self.own.dtype))
         else:
             self.grad += sum_s
         # /Q2.3
@@ -292,6 +292,14 @@ class Reducer:
 
     def __init__(self, order):
         self.order, self.left, self.flying = order, None, None
+
+    def reset(self):
+        """Forget a backward that an exception ended."""
+        if self.flying:
+            self.flying.reducing()
+        for shard in self.order():
+            shard.arrived.clear()
+        self.left = self.flying = None
 
     def begin(self):
         """The first news of a backward: what is left in it, and what to do when it is over."""
@@ -333,6 +341,15 @@ class Window(Reducer):
         super().__init__(self._completion)
         self.root, self.units, self.group = root, units, group
         self.orders, self.known, self.at = {"forward": [], "backward": []}, set(), 0
+
+    def start(self):
+        """A forward of the root begins; what one that an exception ended left behind goes first."""
+        self.reset()
+        self.at = 0
+        for unit in self.units:
+            unit.free()
+        for direction in self.orders.keys() - self.known:
+            self.orders[direction].clear()
 
     def enter(self, unit, direction):
         """Gather a unit that is about to compute, and begin to gather the next."""
@@ -418,10 +435,11 @@ class Unit:
         self.in_backward = False
 
     def _before_forward(self, module, inputs):
-        if self.in_backward:  # a checkpoint runs this forward again: all is there
+        if torch._C._current_graph_task_id() >= 0:  # in backward: a checkpoint runs this again
+            self._before_backward(None)
             return
         if self is self.window.root:
-            self.window.at = 0
+            self.window.start()
         self.window.enter(self, "forward")
         wanted = [x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.grad_fn]
         if wanted:  # their gradients end this unit's backward; a leaf's may come before its end
@@ -456,6 +474,8 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
     cannot hold the module's parameters. Sources: Rajbhandari et al., arXiv:1910.02054, section
     5.3; Zhao et al., arXiv:2304.11277, section 3.
     """
+    if hasattr(module, "zero_unit"):
+        raise ValueError(f"{type(module).__name__} is a unit already")
     if layout not in ("flat", "per_parameter"):
         raise ValueError(f"layout {layout!r}: use 'flat' or 'per_parameter'")
     inside = {shard for unit in _units(module) for shard in unit.shards}
@@ -509,7 +529,7 @@ def gathered(module):
 # ── the optimizer of all stages ──────────────────────────────────────────────────────────────
 
 
-def probe(optimizer_class, given):
+def probe(optimizer_class, given, options=()):
     """The defaults of an optimizer, and its state's names: True where a value belongs to each
     element. Raises ValueError where a step of parts is not a part of the step."""
     whole, grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -517,7 +537,8 @@ def probe(optimizer_class, given):
     stepped, defaults = [], optimizer_class([whole], **given).defaults
     try:
         for tensors in ([whole], parts):
-            optimizer = optimizer_class(tensors, **{**given, "lr": 0.1})
+            group = {**dict(options), "params": tensors, "lr": 0.1}
+            optimizer = optimizer_class([group], **given)
             for _ in range(2):
                 for tensor, part in zip(tensors, grad.flatten().split(tensors[0].numel())):
                     tensor.grad = part.view_as(tensor)
@@ -552,8 +573,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(self, param_groups, optimizer_class, stage=1, offload=None,
                  bucket_mb=25, reduce_dtype=None, **kwargs):  # fmt: skip
-        defaults, self.kinds = probe(optimizer_class, kwargs)
-        super().__init__(param_groups, defaults)
+        if stage not in range(4):
+            raise ValueError(f"stage {stage!r}: use 0, 1, 2 or 3")
+        if offload and offload != "cpu" and not os.path.isdir(offload):
+            raise ValueError(f"offload {offload!r}: neither cpu nor a folder that exists")
+        super().__init__(param_groups, probe(optimizer_class, kwargs)[0])
+        options = map(self._options, self.param_groups)  # amsgrad or momentum may be one group's
+        self.kinds = [probe(optimizer_class, kwargs, each)[1] for each in options]
         self.stage, self.offload, self.homes = stage, offload, defaultdict(dict)
         self.has_state, self.owner, self.names = False, {}, {}  # a parameter's group, and name
         for i, each in enumerate(self.param_groups):
@@ -574,6 +600,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = Reducer(lambda: self.shards)
         for param in trained if stage == 2 else ():
             param.register_post_accumulate_grad_hook(self.reducer.ready)
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "shards"):
+            raise ValueError("shards are cut once: give all parameter groups at the start")
+        super().add_param_group(param_group)
 
     def _units_of(self, params):
         for param in params:
@@ -622,6 +653,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 inner.update(self._options(outer))  # such as the rate that a scheduler set
             for piece in shard.pieces:
                 piece.tensor.grad = shard.grad[piece.where].to(piece.tensor.dtype)
+                if shard.own.dtype != shard.state_dtype:  # weights that were loaded since win
+                    own, master = shard.own[piece.where], piece.tensor
+                    torch.where(master.to(own.dtype) == own, master, own.to(master), out=master)
             shard.optimizer.step()
             for piece in shard.pieces:
                 piece.tensor.grad = None
@@ -637,6 +671,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, whole and sharded."""
+        self.reducer.reset()
         for shard in self.shards:
             shard.grad = None
         super().zero_grad(set_to_none=True)
@@ -665,7 +700,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _movable(self, shard):
         """Master copies, and the optimizer's tensors with a value for each element, by name."""
-        moves = {**self.kinds, "param": shard.own.dtype != shard.state_dtype}
+        moves = {k: each for kinds in self.kinds for k, each in kinds.items()}
+        moves["param"] = shard.own.dtype != shard.state_dtype
         pieces = enumerate(self._held(shard))
         return {(i, name): held[name] for i, (_, held) in pieces for name in held if moves[name]}
 
@@ -740,12 +776,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state = defaultdict(dict)
         for shard in self.shards:
             masters = ["param"] * (shard.own.dtype != shard.state_dtype)
-            for name in [*(self.kinds if self.has_state else ()), *masters]:
+            names = dict.fromkeys(k for kinds in self.kinds for k in kinds if self.has_state)
+            for name in [*names, *masters]:
                 row_s = torch.zeros_like(shard.own, dtype=shard.state_dtype)
                 for piece, held in self._held(shard):
-                    row_s[piece.where] = held[name]
+                    row_s[piece.where] = held.get(name, 0)
                 for param, whole in zip(shard.params, shard.spread(row_s)):
-                    if not self.kinds.get(name, True):
+                    kinds = {**self.kinds[self.owner[param]], "param": True}
+                    if name not in kinds:
+                        continue
+                    if not kinds[name]:
                         whole = whole.flatten()[0].cpu()
                     key = "master" if name == "param" else name
                     state[self.index[param]][key] = whole.clone()
@@ -758,7 +798,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Take this rank's pieces from a state_dict of any stage, number of ranks, or of the plain
         optimizer. Load the parameters first: without a "master" they are its start."""
-        for each, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        both = self.param_groups, state_dict["param_groups"]
+        ours, theirs = ([len(each["params"]) for each in groups] for groups in both)
+        if ours != theirs:
+            raise ValueError(f"a state_dict of groups of {theirs} parameters, and ours are {ours}")
+        for each, saved in zip(*both):
             each.update(self._options(saved))
         for shard in self.shards:
             for piece in shard.pieces:
@@ -768,7 +812,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 piece.tensor.copy_(master)
                 shard.optimizer.state[piece.tensor] = {
                     name: (part(saved[name]) if each else saved[name]).clone()
-                    for name, each in self.kinds.items() if name in saved
+                    for name, each in self.kinds[self.owner[piece.param]].items()
+                    if name in saved
                 }  # fmt: skip
             self._send_home(shard)
         self.has_state = bool(state_dict["state"])

@@ -822,6 +822,245 @@ def test_wrong_use_is_a_sentence():
     on_ranks(1, build)
 
 
+# ── what may happen to a run, and what it takes up again ─────────────────────────────────────
+
+
+def test_the_norm_of_each_parameter_group_is_plain_torchs():
+    plain = fresh()
+    batch = torch.randint(11, (2, 4, 5), generator=torch.Generator().manual_seed(0))
+    zero.loss_share(plain, *batch, 20).backward()
+    of = lambda group: sum(p.grad.square().sum().item() for _, p in group["params"])
+    wanted = [of(group) for group in groups_of(plain)]
+
+    def norms(stage, layout):
+        model = fresh()
+        optimizer = shard_up(model, stage, layout, torch.optim.SGD, {"lr": 0.1})
+        zero.loss_share(model, *(x.chunk(2)[rank()] for x in batch), 20).backward()
+        return optimizer.grad_norm_sq().tolist()
+
+    for found in on_ranks(2, lambda: [norms(*stage) for stage in STAGES]):
+        assert all(x == pytest.approx(wanted, rel=1e-10) for x in found)
+
+
+def test_the_next_bucket_leaves_before_the_last_one_is_waited_for():
+    for stage_2, *_ in on_ranks(2, lambda: zero.orders(world(), CPU)):
+        found = [what for what in stage_2 if what != "gradient"]
+        send, k = "all_to_all_single", found.count("wait")
+        assert found == [send, *[send, "wait"] * (k - 1), "wait"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [None, "cpu", "folder"])
+def test_a_run_taken_up_from_its_checkpoint_goes_on_bit_by_bit(stage, dtype, where, tmp_path):
+    def steps():
+        model, batch = zero.tiny_model(CPU, dtype), zero.proof_batch(2, 1, CPU)[rank()]
+        given = dict(offload=str(tmp_path) if where == "folder" else where, bucket_mb=0.002)
+        optimizer = zero.sharded(model, stage, world(), lr=1e-4, **given)
+
+        def go_on():
+            for _ in range(3):
+                zero.train_step(model, optimizer, batch, 16)
+            with zero.gathered(model):
+                return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+        weights, saved = go_on(), copy.deepcopy(optimizer.state_dict())
+        wanted = go_on()
+        with zero.gathered(model):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        return all(torch.equal(x, wanted[k]) for k, x in go_on().items())
+
+    assert on_ranks(2, steps) == [True] * 2
+
+
+@pytest.mark.parametrize("which", ["param_dtype", "reduce_dtype"])
+def test_small_gradients_add_up_in_the_shards_dtype(which):
+    def step(unit):
+        model = nn.Linear(8, 1, bias=False)
+        zero.fully_shard(model, world(), **unit)
+        groups = [{"params": list(model.parameters()), "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 3, lr=1.0)
+        for gradient in (1.0, *[2**-9] * 8):
+            model(torch.full((1, 8), gradient / 2, dtype=unit.get("param_dtype"))).sum().backward()
+        return optimizer.shards[0].grad.tolist()
+
+    assert on_ranks(2, step, {which: torch.bfloat16}) == [[1 + 2**-6] * 4] * 2
+
+
+def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
+    def norm():
+        param = nn.Parameter(torch.ones(2200, dtype=torch.bfloat16))
+        groups = [{"params": [param], "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, 2, lr=1.0)
+        (param.sum() / 2).backward()
+        return optimizer.grad_norm_sq().item()
+
+    assert on_ranks(2, norm) == [pytest.approx(2200)] * 2
+
+
+def test_no_gradient_outlives_zero_grad():
+    def left():
+        model = zero.tiny_model(CPU)
+        optimizer = zero.sharded(model, 2, world())
+        zero.train_step(model, optimizer, zero.proof_batch(2, 1, CPU)[rank()], 16)
+        return [p.tensor.grad for shard in optimizer.shards for p in shard.pieces]
+
+    assert not any(x is not None for held in on_ranks(2, left) for x in held)
+
+
+def test_a_state_dict_is_a_copy():
+    def step():
+        model = zero.tiny_model(CPU)
+        optimizer = zero.sharded(model, 1, world(), lr=0.1)
+        batch = zero.proof_batch(2, 1, CPU)[rank()]
+        zero.train_step(model, optimizer, batch, 16)
+        state = optimizer.state_dict()["state"]
+        tensors = [x for each in state.values() for x in each.values()]
+        return all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
+
+    assert on_ranks(2, step) == [True] * 2
+
+
+class Fails(nn.Module):
+    """Two blocks, and an exception where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))).double()
+        self.scale = nn.Parameter(torch.ones(3).double())
+
+    def forward(self, x, where=None):
+        x = x * self.scale
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if (where, i) == ("forward", 1):
+                raise KeyError(where)
+            if (where, i) == ("backward", 1):
+                x.register_hook(lambda _: {}[where])
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stage, layout", STAGES)
+def test_a_run_goes_on_after_an_exception(where, first, stage, layout):
+    def fail(model, x):
+        with contextlib.suppress(KeyError):
+            model(x, where).backward()
+
+    def steps():
+        model, plain = Fails(), Fails()
+        for module in (*model.blocks, model) if stage == 3 else ():
+            zero.fully_shard(module, world(), layout)
+        given = [{"params": list(model.parameters()), "group": world()}]
+        sgd = torch.optim.SGD
+        pairs = (zero.ZeroOptimizer(given, sgd, stage, bucket_mb=1e-5, lr=0.1), model), (
+            sgd(plain.parameters(), lr=0.1), plain)  # fmt: skip
+        for step in range(3):
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step)).double()
+            for optimizer, module in pairs:
+                mine = x[[rank()]] if module is model else x
+                if first and not step or where == "backward":
+                    fail(module, mine)
+                optimizer.zero_grad()
+                module(mine).backward()
+                if where == "forward":
+                    fail(module, mine)
+                optimizer.step()
+        with zero.gathered(model), torch.no_grad():
+            return close(model.parameters(), plain.parameters())
+
+    assert on_ranks(2, steps, timeout=10) == [True] * 2
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+@pytest.mark.parametrize("optimizer_class, options", [
+    (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True}),
+])  # fmt: skip
+def test_state_that_one_parameter_group_alone_has(optimizer_class, options, where):
+    def groups(model):
+        one, two = groups_of(model)
+        return [{**one, **options}, two]
+
+    def steps(optimizer, model):
+        train(optimizer, model, lambda x: x, 2)
+        return optimizer.state_dict()["state"]
+
+    plain = fresh()
+    wanted = steps(optimizer_class(groups(plain), lr=0.1), plain)
+
+    def sharded():
+        model = fresh()
+        given = [{**each, "group": world()} for each in groups(model)]
+        optimizer = zero.ZeroOptimizer(given, optimizer_class, 2, offload=where, lr=0.1)
+        train(optimizer, model, lambda x: x.chunk(2)[rank()], 2)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.step()
+        return state["state"]
+
+    for found in on_ranks(2, sharded):
+        for i, state in wanted.items():
+            state = {k: v for k, v in state.items() if v is not None}
+            assert found.get(i, {}).keys() == state.keys()
+            assert all(close([found[i][k]], [x]) for k, x in state.items())
+
+
+@pytest.mark.parametrize("stage, layout", STAGES)
+def test_weights_written_after_the_optimizer_was_built_are_kept_in_16_bits(stage, layout):
+    def step():
+        model = zero.tiny_model(CPU, torch.bfloat16)
+        unit = {"layout": layout} if stage == 3 else {}
+        optimizer = zero.sharded(model, stage, world(), torch.optim.SGD, unit=unit, lr=0.0)
+        with zero.gathered(model), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        zero.train_step(model, optimizer, zero.proof_batch(2, 1, CPU)[rank()], 16)
+        with zero.gathered(model):
+            return all((param == 0.5).all().item() for param in model.parameters())
+
+    assert on_ranks(2, step) == [True] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_checkpoint_around_two_units(reentrant):
+    class Segment(Branch):
+        def forward(self, x, path):
+            both = lambda x: self.b(self.a(x).tanh()).tanh()
+            return checkpoint(both, x, use_reentrant=reentrant)
+
+    same_gradients(Segment, lambda model, x: model(x.requires_grad_(), "ab"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_dtypes_are_two_buckets(stage):
+    def step():
+        params = [nn.Parameter(torch.full((3,), 257.0)), nn.Parameter(torch.ones(3).bfloat16())]
+        groups = [{"params": params, "group": world()}]
+        optimizer = zero.ZeroOptimizer(groups, torch.optim.SGD, stage, lr=0.5)
+        (params[0].sum() + params[1].sum()).backward()
+        optimizer.step()
+        return [(param.dtype, param.tolist()) for param in params]
+
+    wanted = [(torch.float32, [256.0] * 3), (torch.bfloat16, [0.0] * 3)]
+    assert on_ranks(2, step) == [wanted] * 2
+
+
+def test_a_state_dict_from_before_the_first_step_is_empty_and_loads():
+    def save():
+        optimizer = shard_up(fresh(), 1, "flat", torch.optim.AdamW, {})
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        return saved["state"]
+
+    assert on_ranks(2, save) == [{}] * 2
+
+
+# ── as a user runs it ────────────────────────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize("wrong, says", [
     (["--batch", 3], "--batch 3 samples for 4 ranks with --micro-batches 1: each needs one, 4"),
     (["--micro-batches", 0], "--micro-batches 0"),
