@@ -7,9 +7,11 @@ Here one list is simulated, drawn, and run on real ranks, and prediction meets m
     rank 0  F0 F1 F2 F3 .. .. .. B0 F4 B1     F  forward            B  both: I and W
     rank 1     F0 F1 F2 .. .. B0 F3 B1 F4     I  gradient of the input: the stage before waits
     rank 2        F0 F1 .. B0 F2 B1 F3 B2     W  gradient of the weights: nobody waits
+    rank 3           F0 B0 F1 B1 F2 B2 F3     (here B takes as long as F)
 
     bubble   (p-1)(F+B), with 1F1B as with GPipe: (p-1)/m of the ideal time, (p-1)/(m+p-1) of the
-             step. v chunks a rank divide it by v, ZB-H1 leaves a third (F = I = W), ZB-H2 nothing
+             step. v chunks a rank divide it by v, ZB-H1 leaves a third (F = I = W), ZB-H2 none
+             within a rank's own span
     held     activations of m micro-batches (GPipe) or p - s (1F1B on rank s): what 1F1B is for
     sent     B·S·D per micro-batch, each way, at p-1, vp-1 or (V shapes) 2(p-1) boundaries
 
@@ -56,7 +58,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Op", "SCHEDULES", "placement", "simulate", "marginal", "execute", "gantt"]
+__all__ = [
+    "Op", "SCHEDULES", "placement", "receiver", "simulate", "marginal", "execute",
+    "share_gradients", "gantt",
+]  # fmt: skip
 
 
 # ── the ladder: twelve schedules, each a list of cells per rank ──────────────────────────────
@@ -70,6 +75,7 @@ def spell(words, tracks):
     fuses two into one cell. What has run out is left out, so that words may ask for too much.
 
     tracks: {letter: (forwards, backwards)}, each (stage, micro-batch[, direction]) in their order.
+    A list says "W", of any track, or "Wa" and "Wb", but not both: each has a queue of its own.
     """
     todo, cells = defaultdict(deque), []
     for letter, (forwards, backwards) in tracks.items():
@@ -126,7 +132,8 @@ def zb_h1(p, m):
 
 
 def zb_h2(p, m):
-    """Eager 1F1B, W put off: no rank idles between its first operation and its last (as zb-h1)."""
+    """Eager 1F1B, W put off: with F = I = W and 2p - 1 micro-batches, no rank idles between its
+    first operation and its last (source: as zb-h1)."""
     return looped(p, m, lambda s: "F " * 2 * (p - 1 - s) + "F I " * 2 * s + "F I W " * m)
 
 
@@ -143,7 +150,7 @@ def interleaved(p, m, v=2, g=None):
 
 
 def interleaved_zb(p, m, v=2, g=None):
-    """Interleaved 1F1B, W put off, at 1F1B's memory (torch's InterleavedZeroBubble)."""
+    """Interleaved 1F1B, W put off, at its memory or less (torch's InterleavedZeroBubble)."""
     g = group_size(p, m, g)
     ahead = lambda s: p - 1 - s + (v - 1) * g
     return looped(p, m, lambda s: "F " * ahead(s) + "F I " * s + "F I W " * m * v, v, g)
@@ -200,7 +207,7 @@ def folded(p, m, words):
 
 
 def zb_v(p, m):
-    """ZB-H2's bubble at 1F1B's memory (Qi et al., arXiv:2405.15362)."""
+    """ZB-H2's bubble, each rank holding what 1F1B's first does (Qi et al., arXiv:2405.15362)."""
 
     def words(s):
         start = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
@@ -214,10 +221,11 @@ def _dual_words(s, h, n):
     """DualPipe's phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
     micro-batches per chunk, 2h or more. At the fold the first F and B stay two cells: fused, the
     forward would wait for the gradient, and all ranks for the forward."""
-    words = "Fa " * 2 * (h - s - 1) + "Fa Fb " * (s + 1) + "Ib W Fb " * (h - s - 1)
-    words += ("Fa Bb " if s == h - 1 else "Fa&Bb ") + "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - h - 1)
-    words += "".join(f"{'B' if k <= s else 'I'}{'ba'[k % 2]} " for k in range(2 * s + 2))
-    return words + "W Ia " * (h - s - 1) + "W " * (s + 1)
+    fill = "Fa " * 2 * (h - s - 1) + "Fa Fb " * (s + 1)
+    turn = "Ib W Fb " * (h - s - 1) + ("Fa Bb " if s == h - 1 else "Fa&Bb ")
+    steady = "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - h - 1)
+    drain = "".join(f"{'B' if k <= s else 'I'}{'ba'[k % 2]} " for k in range(2 * s + 2))
+    return fill + turn + steady + drain + "W Ia " * (h - s - 1) + "W " * (s + 1)
 
 
 def dualpipev(p, m):
@@ -279,7 +287,9 @@ def needs(op, last):
 def receiver(op, place, last):
     """(rank, stage) that an operation's result is for: the stage after an F, before an I or B; or
     (None, None)."""
-    stage = op.stage + {"F": 1, "W": math.inf}.get(op.kind, -1)
+    if op.kind == "W":
+        return None, None
+    stage = op.stage + (1 if op.kind == "F" else -1)
     return (place[op.direction, stage], stage) if 0 <= stage <= last else (None, None)
 
 
@@ -336,14 +346,19 @@ def check_whole(schedule):
     """The last stage of a schedule. Raises ValueError if an operation comes twice or is missing: a
     micro-batch that goes up, or down, visits all stages, and each I has its W."""
     ops = [(rank, op) for rank, cells in enumerate(schedule) for cell in cells for op in cell]
-    last, seen = max(op.stage for _, op in ops), set()
+    last, seen, place = max(op.stage for _, op in ops), set(), placement(schedule)
     for rank, op in ops:
+        if (home := place[op.direction, op.stage]) != rank:
+            raise ValueError(f"rank {rank} has {show(op)[0]}, and rank {home} has its stage")
         if result(op) in seen:
             raise ValueError(f"rank {rank} has {show(op)[0]} a second time")
         seen.add(result(op))
     ways = {(kind, i) for kind, _, i in seen if kind != "W"}
     due = {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
-    due |= {("W", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
+    owed = {("W", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
+    due |= owed
+    if spare := {key for key in seen if key[0] == "W"} - owed:
+        raise ValueError(f"no I owes {', '.join(show(*sorted(spare)))}")
     if due - seen:
         raise ValueError(f"no rank has {', '.join(show(*sorted(due - seen)))}")
     return last
@@ -393,13 +408,13 @@ class Timeline:
         return [max(level for _, level in self.held(rank)) for rank in range(len(self.ranks))]
 
 
-def marginal(schedule, costs=(1, 1, 1, 0)):
+def marginal(schedule, costs=(1, 1, 1, 0), once=None):
     """What a further step costs if a rank enters it as soon as it is done with the one before, with
     no barrier at the optimizer: the bubble as a long run sees it."""
     m = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
     again = lambda cell: tuple(op._replace(microbatch=op.microbatch + m) for op in cell)
     twice = [cells + [again(cell) for cell in cells] for cells in schedule]
-    return simulate(twice, costs).makespan - simulate(schedule, costs).makespan
+    return simulate(twice, costs).makespan - (once or simulate(schedule, costs)).makespan
 
 
 FORMULAS = {  # bubble without comm; in what; peak on rank s; boundaries; where all of it is exact
@@ -448,9 +463,11 @@ def bars(timeline):
 def sketch(timeline, width=160):
     """A Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and on,
     dots where it idles; "" where that takes more than `width` columns."""
-    lines, drawn = [""] * len(timeline.ranks), list(bars(timeline))
+    lines, drawn = [""] * len(timeline.ranks), [bar for bar in bars(timeline) if bar[-1]]
+    if not drawn:
+        return ""
     digits = 1 + len(str(max(op.microbatch for _, op, *_ in drawn)))
-    unit = min(length for *_, length in drawn) or math.inf
+    unit = min(length for *_, length in drawn)
     column = lambda t: round(t / unit) * digits
     for rank, op, start, length in drawn:
         word = f"{op.kind}{op.microbatch}".ljust(digits, "_")
@@ -477,7 +494,7 @@ def gantt(timelines, path):
 
     timelines = timelines if isinstance(timelines, dict) else {"": timelines}
     most, longest = (max(of(t) for t in timelines.values())
-                     for of in (lambda t: max(t.peak), lambda t: t.makespan))  # fmt: skip
+                     or 1.0 for of in (lambda t: max(t.peak), lambda t: t.makespan))  # fmt: skip
     height = 0.5 + sum(0.45 + 0.36 * len(t.ranks) for t in timelines.values())
     figure = Figure(figsize=(13, height), layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False).flat
@@ -498,8 +515,9 @@ def gantt(timelines, path):
             curve = [rank + 0.48 - 0.36 * level / most for level in levels]
             axes.fill_between(times, curve, rank + 0.48, step="post", fc=GREY)
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in NAMES]
+    patches.append(Patch(fc="black", label="foot: a later chunk, or direction"))
     patches.append(Patch(fc=GREY, label="activations held"))
-    figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower left", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -683,6 +701,8 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
     in seconds of this machine's clock (on a GPU, of launching them).
     """
     me, place, timed = dist.get_rank(group), placement(schedule), []
+    if len(schedule) != (n := dist.get_world_size(group)):
+        raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
     worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
     final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}
     for cell in simulate(schedule).cells:
@@ -723,7 +743,8 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
 
 def share_gradients(schedule, stages, group):
     """Add up the gradients of weights that two ranks hold: both ends' of a tied embedding, or
-    DualPipe's two copies of everything. Where one rank has both ends, autograd has done it."""
+    DualPipe's two copies of everything. Where one rank has both ends, autograd has done it. What is
+    frozen must be so on both."""
     place, me = placement(schedule), dist.get_rank(group)
     ends = place[0, 0], place[0, max(place)[1]]
     if (1, 0) in place:
@@ -732,7 +753,10 @@ def share_gradients(schedule, stages, group):
         peer, modules = sum(ends) - me, [s.embedding for s in stages.values() if s.embedding]
     else:
         return
-    params = dict.fromkeys(param for module in modules for param in module.parameters())
+    every = (param for module in modules for param in module.parameters())
+    params = dict.fromkeys(param for param in every if param.requires_grad)  # in both or neither
+    if not params:
+        return
     theirs = [torch.empty_like(param.grad) for param in params]
     swap = [(dist.isend, param.grad) for param in params] + [(dist.irecv, part) for part in theirs]
     swap = [dist.P2POp(*one, group=group, group_peer=peer) for one in swap]
@@ -854,6 +878,8 @@ def schedules(args, p, names=None):
                 given[key] = value
             elif value is not None and args.schedule and not names:
                 raise ValueError(f"--{flag} {value} means nothing to --schedule {name}")
+        if "costs" in takes:  # the greedy one is made for them
+            given["costs"] = args.costs
         made[name] = SCHEDULES[name](p, args.microbatches, **given)
     return made
 
@@ -880,22 +906,22 @@ def replay(measured, schedule):
     return simulate(schedule, (*costs, 0))
 
 
-def report(args, p, out=print):
+def report(args, p, made, timelines, out=print):
     """The table of predictions: what is simulated, and its closed form where that is exact."""
     m, costs = args.microbatches, tuple(args.costs)
     out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. Bubble: what the makespan, or a")
     out("rank's span, has beyond the busiest rank's work; next: a further step without a barrier;")
     out("held: micro-batches, worst rank; =: closed form where exact, * for a span's bubble\n")
     out(f"{'':15}makespan  bubble  /step /ideal  span's       =    next   held     =  messages")
-    for name, schedule in schedules(args, p).items():
-        t, given = simulate(schedule, costs), (args.chunks or 2, args.group, args.limit, costs)
+    for name, t in timelines.items():
+        given = (args.chunks or 2, args.group, args.limit, costs)
         bubble, peaks, _ = closed_form(name, p, m, *given)
         idle, exact, held = t.makespan - t.ideal, "--", "--"
         if peaks:
             exact = f"{bubble:.4g}" + (" *" if FORMULAS[name][1] == "span" else "  ")
             held = f"{max(peaks):.4g}"
         out(f"{name:15}{t.makespan:8.5g}{idle:8.4g}{idle / t.makespan:7.1%}{idle / t.ideal:7.1%}"
-            f"{t.span - t.ideal:8.4g}{exact:>8}{marginal(schedule, costs):8.5g}"
+            f"{t.span - t.ideal:8.4g}{exact:>8}{marginal(made[name], costs, t):8.5g}"
             f"{max(t.peak):7.4g}{held:>6}{t.messages:10}")  # fmt: skip
 
 
@@ -927,8 +953,9 @@ def main(args, device):
     p = dist.get_world_size(group)
     schedule = schedules(args, p)[name]
     say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
-    say(f"{name}\n{sketch(simulate(schedule))}\n")
-    report(args, p, say)
+    say(f"{name}\n{sketch(simulate(schedule, args.costs)) or '(too wide to draw here)'}\n")
+    made = schedules(args, p)
+    report(args, p, made, {k: simulate(made[k], args.costs) for k in made}, say)
     say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
     broken = prove(list(proof(args, group, device)), device)
     if args.steps:
@@ -953,14 +980,15 @@ def predict(args):
             print(f"    bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")
         return
     validate(args, args.ranks)
-    timelines = {k: simulate(made, args.costs) for k, made in schedules(args, args.ranks).items()}
+    made = schedules(args, args.ranks)
+    timelines = {name: simulate(made[name], args.costs) for name in made}
     if args.json:
         cells = lambda t: [[cell.rank, show(*cell.ops), cell.start, cell.end] for cell in t.cells]
         print(json.dumps({name: cells(timeline) for name, timeline in timelines.items()}))
         return
     for name, timeline in timelines.items():
         print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
-    report(args, args.ranks)
+    report(args, args.ranks, made, timelines)
 
 
 def validate(args, ranks):
@@ -976,10 +1004,14 @@ def validate(args, ranks):
         F, I, W, comm = args.costs
     except ValueError as error:
         raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm") from error
+    if F == I == W == 0:
+        raise ValueError(f"--costs {args.costs}: one of F, I and W must take time")
+    if args.plot and args.simulate:
+        raise ValueError("--plot draws a run beside its prediction: leave out --simulate")
     if args.plot and args.steps < 1:
         raise ValueError(f"--plot draws the last step, and --steps {args.steps} has none")
     read_text(args.text, at_least=65)
-    for schedule in schedules(args, ranks).values():
+    for schedule in () if args.simulate else schedules(args, ranks).values():
         simulate(schedule, args.costs)
 
 

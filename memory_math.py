@@ -89,8 +89,8 @@ def nearest(name, known, what):
     if isinstance(name, str) and name in known:
         return name
     close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4)
-    others = f"nearest are {', '.join(close)}" if close else f"use one of {', '.join(sorted(known))}"
-    raise ValueError(f"no {what} is named {name}: {others}")
+    others = "nearest are" if close else "use one of"
+    raise ValueError(f"no {what} is named {name}: {others} {', '.join(close or sorted(known))}")
 
 
 def divisors(*numbers):

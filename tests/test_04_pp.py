@@ -1,6 +1,7 @@
 """04_pp_schedules: lists against papers, torch and closed forms; the executor against one process,
 the ledger and the simulator; and the reported faults of pipelines."""
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -762,6 +763,97 @@ def test_measured_durations_simulated_give_the_measured_order():
             assert start >= soonest[op,] - 1e-9, (name, op)
 
 
+def test_a_fused_cell_is_replayed_at_the_time_it_took():
+    for name in ("dualpipe", "dualpipev"):
+        schedule = SCHEDULES[name](4, 8)
+        t = simulate(schedule)
+        assert pp.replay(t, schedule).makespan == t.makespan
+
+
+def test_the_table_of_predictions_row_by_row(capsys):
+    wanted = {"1f1b": "33 9 27.3% 37.5% 9 9 33 4 4 48", "zb-h2": "27 3 11.1% 12.5% 0 0 * 24 7 7 48"}
+    for name, row in wanted.items():
+        assert command_line("--simulate", "--schedule", name) == 0
+        assert capsys.readouterr().out.splitlines()[-1].split() == [name, *row.split()]
+
+
+def test_bubbles_drawn_are_those_of_a_ranks_span(tmp_path):
+    from matplotlib.axes import Axes
+
+    drawn, plot = {}, Axes.plot
+
+    def note(self, x, y, *look, label):
+        drawn[label] = y
+        return plot(self, x, y, *look, label=label)
+
+    with patch.object(Axes, "plot", note):
+        pp.bubbles(tmp_path / "a.png", 4)
+    shares = [300 / (k * 4 + 3) for k in (1, 2, 3, 4, 6, 8)]
+    assert drawn["gpipe = 1f1b = eager-1f1b"] == pytest.approx(shares)
+    assert drawn["zb-h2 = zb-auto = zb-v"] == pytest.approx([20, 0, 0, 0, 0, 0])
+
+
+def test_panels_share_a_scale_and_second_chunks_and_directions_have_a_foot(tmp_path):
+    from matplotlib.axes import Axes
+
+    limits, feet, set_, barh = [], [0], Axes.set, Axes.barh
+
+    def noted_set(self, **given):
+        limits.append(given["xlim"])
+        return set_(self, **given)
+
+    def noted_barh(self, *at, color, **look):
+        feet[0] += color == "black"
+        return barh(self, *at, color=color, **look)
+
+    timelines = {name: simulate(SCHEDULES[name](2, 4)) for name in ("gpipe", "dualpipe", "zb-v")}
+    with patch.object(Axes, "set", noted_set), patch.object(Axes, "barh", noted_barh):
+        pp.gantt(timelines, tmp_path / "a.png")
+    assert limits == [(0, timelines["gpipe"].makespan)] * 3
+    second = [op for t in timelines.values() for c in t.cells for op in c.ops
+              if op.direction or op.stage >= 2]
+    assert feet[0] == len(second) > 0
+
+
+def test_forwards_alone_hold_nothing():
+    up = [[cell for cell in cells if cell[0].kind == "F"] for cells in SCHEDULES["1f1b"](2, 3)]
+    assert simulate(up).peak == [0, 0]
+
+
+def given(**more):
+    plain = dict.fromkeys(("schedule", "chunks", "group", "limit", "text"))
+    plain |= dict(microbatches=3, steps=3, costs=(1, 1, 1, 0))
+    return argparse.Namespace(**plain | more)
+
+
+def ends_after_training():
+    """The tied weight as this rank has it after `train`."""
+    kept, mine = [], pp.mine
+    with patch.object(pp, "mine", lambda *at: kept.append(mine(*at)) or kept[0]):
+        pp.train(given(), "1f1b", SCHEDULES["1f1b"](2, 3), world(), CPU)
+    (stage,) = kept[0].values()
+    return stage.embedding.weight.detach().tolist()
+
+
+def test_training_keeps_the_tied_ends_equal():
+    first, last = on_ranks(2, ends_after_training)
+    assert first == last
+
+
+def proven():
+    return pp.prove(list(pp.proof(given(), world(), CPU)), CPU)
+
+
+def test_the_printed_proof_is_as_claimed():
+    assert on_ranks(2, proven) == [0, 0]
+
+
+def test_greedy_zero_bubble_goes_by_the_costs_it_is_given():
+    for costs, makespan in [((1, 1, 1, 0.5), 34), ((2, 3, 1, 0.5), 68), ((3, 2, 2, 0), 67)]:
+        schedule = SCHEDULES["zb-auto"](4, 8, limit=4, costs=costs)
+        assert simulate(schedule, costs).makespan == pytest.approx(makespan)
+
+
 # ── as its user runs it ──────────────────────────────────────────────────────────────────────
 
 
@@ -790,6 +882,8 @@ def command_line(*words):
     (["--costs", "1,1,nan,0"], "each must be 0 or more"),
     (["--costs", "1,1,inf,0"], "each must be 0 or more"),
     (["--costs", "1,1,x,0"], "--costs 1,1,x,0: four numbers"),
+    (["--costs", "0,0,0,1"], "one of F, I and W must take time"),
+    (["--simulate", "--plot", "a"], "leave out --simulate"),
     (["--simulate", "--ranks", 0], "--ranks 0"),
     (["--steps", -1], "--steps -1"),
     (["--json"], "--json"),
