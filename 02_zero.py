@@ -568,8 +568,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     16-bit parameters get an fp32 master copy. Gradients are summed, never divided: in stages 2 and
     3 by every backward, in 0 and 1 by the first call after the last. A parameter without one has a
     gradient of zero, so every rank must call backward in a step; a stage-3 unit that no rank
-    entered is not stepped. Raises ValueError. The convention is that of torch's ZeroRedundancyOptimizer.
-    Source: Rajbhandari et al., arXiv:1910.02054, section 5.
+    entered is not stepped. Raises ValueError. The convention is that of torch's own
+    ZeroRedundancyOptimizer. Source: Rajbhandari et al., arXiv:1910.02054, section 5.
     """
 
     def __init__(self, param_groups, optimizer_class, stage=1, offload=None,

@@ -517,7 +517,7 @@ def gantt(timelines, path):
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in NAMES]
     patches.append(Patch(fc="black", label="foot: a later chunk, or direction"))
     patches.append(Patch(fc=GREY, label="activations held"))
-    figure.legend(handles=patches, loc="outside lower left", ncols=6, frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 
 

@@ -1,6 +1,7 @@
 """Every chapter beside torch's own implementation of the same thing, in one run, in turns.
 
-    python benchmarks/against_torch.py dp zero           these chapters, at 2 and at 4 ranks
+    python benchmarks/against_torch.py dp zero           these chapters, at 2 ranks
+    python benchmarks/against_torch.py dp --ranks 4      this one, at 4
     python benchmarks/against_torch.py all --json        all of them, as a list of rows
     torchrun --nproc-per-node 2 benchmarks/against_torch.py dp
 
@@ -35,11 +36,10 @@ def collect(chapters, ranks):
     """The rows of chapters, each measured by processes of its own. Raises CalledProcessError."""
     found = []
     for name in chapters:
-        for n in ranks:
-            command = [sys.executable, __file__, name, "--ranks", str(n), "--json"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            found += json.loads(done.stdout)
+        command = [sys.executable, __file__, name, "--ranks", str(ranks), "--json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        found += json.loads(done.stdout)
     return found
 
 
@@ -86,15 +86,15 @@ def plot(rows, path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="+", choices=[*CHAPTERS, "all"])
-    parser.add_argument("--ranks", type=int, help="one number of ranks; without it 2, then 4")
+    parser.add_argument("--ranks", type=int, default=2, help="in each group; default: 2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a collective may take")
     parser.add_argument("--json", action="store_true", help="rows as a list")
     parser.add_argument("--plot", metavar="PNG", help="draw the ratios")
     args = parser.parse_args()
     args.chapters = CHAPTERS if "all" in args.chapters else args.chapters
-    if "RANK" in os.environ or (args.json and args.ranks and len(args.chapters) == 1):
+    if "RANK" in os.environ or (args.json and len(args.chapters) == 1):
         importlib.import_module("01_dp").launch(measure, args, lambda args, ranks: None)
-    rows = collect(args.chapters, [args.ranks] if args.ranks else [2, 4])
+    rows = collect(args.chapters, args.ranks)
     if args.plot:
         plot(rows, args.plot)
     print(json.dumps(rows, indent=1) if args.json else "\n".join(table(rows)))
