@@ -253,6 +253,9 @@ def explain(failure, attempt):
         rows.append(("hangs", says))
         for stack in re.split(r"^(?=rank \d+: )", stacks, flags=re.M):
             rows += standing(stack, attempt)
+        numbers = re.findall(rf'"{re.escape(attempt.file)}", line (\d+)', stacks)
+        if not any(attempt.is_mine(int(number)) for number in numbers):
+            rows.append(("line", attempt.place))  # it hangs elsewhere, because of these
         return "hangs", rows, attempt.named(words)
     text = words if rank else trace
     state, more = what_failed(text, rank, attempt)

@@ -121,7 +121,9 @@ def _stack(process, said):
     """Where a rank that hangs stands, innermost call first; it writes when it is asked to."""
     before, asked, ours = len(said.read_text()), time.monotonic(), f'  File "{__file__}"'
     os.kill(process.pid, signal.SIGUSR1)
-    while ours not in (stack := said.read_text()[before:]) and time.monotonic() < asked + 5:
+    while ours not in (stack := said.read_text()[before:]) and process.is_alive():
+        if time.monotonic() > asked + 5:
+            break
         time.sleep(0.05)
     return stack.partition(ours)[0]
 
