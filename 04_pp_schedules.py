@@ -704,7 +704,7 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
     if len(schedule) != (n := dist.get_world_size(group)):
         raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
     worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
-    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}
+    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}.values()
     for cell in simulate(schedule).cells:
         outputs = [None] * len(cell.ops)
         if cell.rank == me:
@@ -733,9 +733,8 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
         outputs = output = room = None
         while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
             leaving.popleft()[0].wait()
-        for op in cell.ops if last_backward and cell.rank == me else ():
-            if op == final.get(op.stage):
-                last_backward(op.stage)
+        for op in [op for op in cell.ops if last_backward and op in final]:
+            last_backward(op.stage)
     for work, _ in leaving:
         work.wait()
     return worker.losses, timed
@@ -951,11 +950,11 @@ def main(args, device):
     """Predict, prove, then train and draw; 0 if everything is as claimed."""
     group, name = dist.group.WORLD, args.schedule or "1f1b"
     p = dist.get_world_size(group)
-    schedule = schedules(args, p)[name]
-    say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
-    say(f"{name}\n{sketch(simulate(schedule, args.costs)) or '(too wide to draw here)'}\n")
     made = schedules(args, p)
-    report(args, p, made, {k: simulate(made[k], args.costs) for k in made}, say)
+    schedule, timelines = made[name], {key: simulate(made[key], args.costs) for key in made}
+    say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
+    say(f"{name}\n{sketch(timelines[name]) or '(too wide to draw here)'}\n")
+    report(args, p, made, timelines, say)
     say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
     broken = prove(list(proof(args, group, device)), device)
     if args.steps:

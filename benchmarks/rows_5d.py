@@ -162,6 +162,7 @@ def compare(ranks, sizes, stage):
 
 
 def whole_of(tensor):
+    """A tensor, all of it on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

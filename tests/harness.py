@@ -119,13 +119,13 @@ def _answers(ranks, ends, folder, timeout):
 
 def _stack(process, said):
     """Where a rank that hangs stands, innermost call first; it writes when it is asked to."""
-    before, asked, ours = len(said.read_text()), time.monotonic(), f'  File "{__file__}"'
+    before, deadline, ours = len(said.read_text()), time.monotonic() + 5, f'  File "{__file__}"'
     os.kill(process.pid, signal.SIGUSR1)
-    while ours not in (stack := said.read_text()[before:]) and process.is_alive():
-        if time.monotonic() > asked + 5:
+    while process.is_alive() and time.monotonic() < deadline:
+        if ours in said.read_text()[before:]:
             break
         time.sleep(0.05)
-    return stack.partition(ours)[0]
+    return said.read_text()[before:].partition(ours)[0]
 
 
 def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
@@ -145,12 +145,15 @@ def run_script(script, *args, torchrun=0, cwd=ROOT, timeout=120, **env):
 
 def refusal(script, *args):
     """The sentence with which a script refuses its arguments, and exits with status 2. It runs in
-    a process forked from here, where torch is loaded already."""
+    a process forked from here, where torch is loaded already; ranks that it starts, though it
+    should not, end with it."""
     with tempfile.TemporaryFile("w+") as said:
         process = get_context("fork").Process(target=_run_as_main, args=(script, args, said))
         process.start()
         process.join(20)
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
         said.seek(0)
         sentence = said.read().removesuffix("\n")
     assert process.exitcode == 2 and "\n" not in sentence, f"{process.exitcode}: {sentence}"
@@ -158,6 +161,7 @@ def refusal(script, *args):
 
 
 def _run_as_main(script, args, said):
+    os.setsid()
     sys.argv, sys.stderr = [str(word) for word in (script, *args)], said
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -494,25 +494,21 @@ def test_every_element_is_in_a_checkpoint_exactly_once(sizes, flags, tmp_path):
 def test_ck_01_a_file_that_is_not_what_was_written_is_refused_by_name(tmp_path):
     on_ranks(4, steps, HERE, "", 1, tmp_path)
     path, _ = five.newest(tmp_path)
-    file = path / "rank_00002.pt"
-    content = file.read_bytes()
-    for damaged in (content[:-100], content[:-1] + b"?"):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match="rank_00002.pt is not what was written"):
+    ways = {
+        "rank_00002.pt": lambda said: (said[:-100], said[:-1] + b"?"),
+        "manifest": lambda said: (said[:-9], b"", said.replace(b'"step": 1', b'"step": 7')),
+    }
+    for name, damage in ways.items():
+        said = (path / name).read_bytes()
+        for damaged in damage(said):
+            assert damaged != said
+            (path / name).write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{name} is not what was written"):
+                five.newest(tmp_path)
+        (path / name).unlink()
+        with pytest.raises(ValueError, match=f"{name} is missing"):
             five.newest(tmp_path)
-    file.unlink()
-    with pytest.raises(ValueError, match="rank_00002.pt is missing"):
-        five.newest(tmp_path)
-    file.write_bytes(content)
-    manifest = path / "manifest"
-    said = manifest.read_bytes()
-    for damaged in (said[:-9], b"", said.replace(b'"step": 1', b'"step": 7')):
-        manifest.write_bytes(damaged)
-        with pytest.raises(ValueError, match="manifest is not what was written"):
-            five.newest(tmp_path)
-    manifest.unlink()
-    with pytest.raises(ValueError, match="manifest is missing"):
-        five.newest(tmp_path)
+        (path / name).write_bytes(said)
 
 
 def test_ck_01_an_unfinished_checkpoint_does_not_exist(tmp_path):
