@@ -6,124 +6,136 @@
 A chapter copied alone into an empty folder must run, so the kit is copied, not imported.
 """
 
+# ruff: noqa: I001
+import torch
+import torch.distributed as dist
+
+# ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
+
 import argparse
+import faulthandler
 import inspect
+import linecache
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter, namedtuple
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from pydoc_data.topics import topics
 from unittest.mock import patch
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
-
+WAITED = 3  # exit status of a rank that waited in vain for another
 Event = namedtuple("Event", "what group sent at")  # a call, a wait or a mark; bytes; seconds
 
 
-class Ledger:
-    """While open, prices each `torch.distributed` call of this rank as a ring would send it.
+class Ledger(ExitStack):
+    """While open, prices each `torch.distributed` call of this rank as a ring would send it:
+    `events` has the calls, waits and marks in order, `sent` the bytes by call."""
 
-    `events` holds calls, waits and marks in order, `sent` the bytes by call. It stands in front
-    of the functions of `dist`; a call without a price raises KeyError, so none goes uncounted.
-    """
-
-    RING_BYTES = {  # call: (its arguments, n ranks, this rank) -> bytes that leave this rank
-        "all_reduce": lambda a, n, me: 2 * (n - 1) / n * a["tensor"].nbytes,
-        "all_gather_single": lambda a, n, me: (n - 1) * a["input_tensor"].nbytes,
-        "reduce_scatter_single": lambda a, n, me: (n - 1) / n * a["input"].nbytes,
-        "all_to_all_single": lambda a, n, me: a["input"].nbytes
-        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[me],
-        "broadcast": lambda a, n, me: (n - 1) / n * a["tensor"].nbytes,  # mean over the ring
-        "isend": lambda a, n, me: a["tensor"].nbytes,
-        "irecv": lambda a, n, me: 0,
-        "barrier": lambda a, n, me: 0,
+    PRICES = {  # call: (its arguments, n ranks, rank r) -> bytes that leave rank r
+        "all_reduce": lambda a, n, r: 2 * (n - 1) / n * a["tensor"].nbytes,
+        "all_gather_single": lambda a, n, r: (n - 1) * a["input_tensor"].nbytes,
+        "reduce_scatter_single": lambda a, n, r: (n - 1) / n * a["input"].nbytes,
+        "all_to_all_single": lambda a, n, r: a["input"].nbytes
+        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[r],
+        "broadcast": lambda a, n, r: a["tensor"].nbytes * ((r - a["group_src"]) % n < n - 1),
+        "isend": lambda a, n, r: a["tensor"].nbytes,
+        **dict.fromkeys(["irecv", "barrier"], lambda a, n, r: 0),
+        **dict.fromkeys("all_gather all_to_all gather reduce scatter send recv".split()),  # none
     }
-    UNPRICED = "all_gather all_to_all gather scatter reduce reduce_scatter send recv".split()
 
     def __enter__(self):
-        self.events, self.sent, self._patches = [], Counter(), ExitStack()
-        for name in [*self.RING_BYTES, *self.UNPRICED]:
-            counted = self._counted(name, getattr(dist, name))
-            for module in (dist, dist.distributed_c10d):  # batch_isend_irecv looks in the latter
-                self._patches.enter_context(patch.object(module, name, counted))
-        wait = dist.Work.wait
-        marked = lambda work, *timeout: self.mark("wait") or wait(work, *timeout)
-        self._patches.enter_context(patch.object(dist.Work, "wait", marked))
+        self.events, self.sent, wait = [], Counter(), dist.Work.wait
+        calls = {name: self._priced(name, getattr(dist, name)) for name in self.PRICES}
+        for module in (dist, dist.distributed_c10d):  # batch_isend_irecv looks in the latter
+            self.enter_context(patch.multiple(module, **calls))
+        marked = lambda work, *seconds: self.mark("wait") or wait(work, *seconds)
+        self.enter_context(patch.object(dist.Work, "wait", marked))
         return self
-
-    def __exit__(self, *_):
-        self._patches.close()
 
     def mark(self, what, group=None, sent=0):
         name = (group or dist.group.WORLD).group_name
         self.events.append(Event(what, name, sent, time.perf_counter()))
         self.sent[what] += sent
 
-    def _counted(self, name, real):
-        signature = inspect.signature(real)
+    def _priced(self, name, call):
+        def priced(*args, **kwargs):
+            a = inspect.signature(call).bind(*args, **kwargs).arguments
+            n, r = (ask(a.get("group")) for ask in (dist.get_world_size, dist.get_rank))
+            self.mark(name, a.get("group"), self.PRICES[name](a, n, r))
+            return call(*args, **kwargs)
 
-        def call(*args, **kwargs):
-            given = signature.bind(*args, **kwargs).arguments
-            n, me = (ask(given.get("group")) for ask in (dist.get_world_size, dist.get_rank))
-            self.mark(name, given.get("group"), self.RING_BYTES[name](given, n, me))
-            return real(*args, **kwargs)
-
-        return call
+        return priced
 
 
-# A line of the proof: error relative to the twin; bytes as (measured, by formula) or None; and, of
-# a row that is wrong on purpose, the error that it must show.
+# A line of the proof: error beside the twin; bytes as (measured, formula) or None; and, of a row
+# that is wrong on purpose, the error that it must show.
 Row = namedtuple("Row", "name error sent held wrong", defaults=[None, None, 0.0])
 
 
-def relative_error(found, wanted):
-    """max|found - wanted| / max|wanted|; where all wanted are zero, 0 if all found are, or inf."""
-    gap, size = ((t.abs().max().item() if t.numel() else 0.0) for t in (found - wanted, wanted))
+def relative_error(value, reference):
+    """max|value - reference| / max|reference|; of a reference of zeros, 0 if equal, else inf."""
+    gap, size = (t.abs().max().item() if t.numel() else 0.0 for t in (value - reference, reference))
     return gap / size if size else math.inf if gap else 0.0
 
 
 def prove(rows, device):
-    """Print the table, bytes as on rank 0. 0 if every row is as claimed on every rank: its error
-    at most 1e-10, or as predicted; its bytes equal to the formula. Otherwise 1."""
+    """Print the table. Return 0 if on every rank each error is at most 1e-10, or as predicted, and
+    all bytes equal their formula; else 1."""
     off = lambda pair: abs(pair[0] - pair[1]) if pair else 0.0
-    mine = [[row.error, row.wrong, off(row.sent), off(row.held)] for row in rows]
-    worst = torch.tensor(mine, dtype=torch.float64, device=device).nan_to_num(math.inf)
+    worst = torch.tensor([[x.error, x.wrong, off(x.sent), off(x.held)] for x in rows]).double()
+    worst = worst.nan_to_num(math.inf).to(device)
     # all_reduce(MAX) over all ranks, four numbers a row: the worst rank speaks for all
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    say(f"{'':36}    error         sent      formula         held      formula")
+    say("error: max|difference| / max|one process|; bytes: of rank 0, sent as a ring sends them")
+    say(f"{'':36}    error   bytes sent      formula   bytes held      formula")
     broken = 0
     for row, (error, wrong, unsent, unheld) in zip(rows, worst.tolist()):
         holds = abs(error - wrong) <= max(1e-6 * wrong, 1e-10) and unsent < 0.5 and unheld < 0.5
-        pairs = (row.sent or "--"), (row.held or "--")
-        numbers = "".join(f"{x:>13}" if x == "-" else f"{x:13,.0f}" for pair in pairs for x in pair)
-        note = f"  wrong on purpose: {wrong:.3g} predicted" if wrong else ""
-        say(f"{row.name:36}{error:9.2g}{numbers}{note}{'' if holds else '  NOT AS CLAIMED'}")
+        pairs = [[f"{x:,.0f}" for x in pair] if pair else "--" for pair in (row.sent, row.held)]
+        note = f"  wrong on purpose: {wrong:.3g} predicted" * (wrong > 0)
+        note += "  NOT AS CLAIMED" * (not holds)
+        say(f"{row.name:36}{error:9.2g}{''.join(f'{x:>13}' for pair in pairs for x in pair)}{note}")
         broken |= not holds
     return int(broken)
 
 
+class Disagreement(ValueError):
+    """Ranks hold different things where all must hold the same."""
+
+
+def agree(lines, group):
+    """Raise Disagreement, with the first line that differs, unless all ranks have the same lines
+    of text. One all-gather of a digest; the lines follow only where digests differ."""
+    digest, n = sha256("\n".join(lines).encode()).digest(), dist.get_world_size(group)
+    dist.all_gather_object(digests := [None] * n, digest, group=group)
+    if len(set(digests)) > 1:
+        dist.all_gather_object(texts := [None] * n, [*lines, "no more"], group=group)
+        rank = next(r for r, text in enumerate(texts) if text != texts[0])
+        here, first = next(pair for pair in zip(texts[rank], texts[0]) if pair[0] != pair[1])
+        raise Disagreement(f"ranks disagree: rank {rank} has {here}, rank 0 has {first}")
+
+
 def read_text(path, at_least):
-    """The bytes of a file as tokens, vocabulary 256; without a path, Python's own help topics.
-    Raises ValueError where it cannot be read or is shorter than `at_least`."""
+    """The bytes of a file, or of Python's own help topics, as tokens of a vocabulary of 256.
+    Raises ValueError where they cannot be read or are fewer than `at_least`."""
     try:
         text = Path(path).read_bytes() if path is not None else "\n".join(topics.values()).encode()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror}") from error
     if len(text) < at_least:
-        name = f"--text {path}" if path is not None else "without --text, Python's help topics"
-        raise ValueError(f"{name}: {len(text)} bytes, and one batch needs {at_least}")
+        raise ValueError(f"--text {path}: {len(text)} bytes, and one batch needs {at_least}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
@@ -133,7 +145,7 @@ def unigram_entropy(text):
 
 
 def sample(text, step, B, S):
-    """A step's batch, the same on every rank: bytes (B, S), and the byte after each (B, S)."""
+    """The batch of a step, the same on all ranks: bytes (B, S), and the byte after each (B, S)."""
     starts_B1 = torch.randint(len(text) - S, (B, 1), generator=torch.Generator().manual_seed(step))
     windows = text[starts_B1 + torch.arange(S + 1)]
     return windows[:, :-1], windows[:, 1:]
@@ -145,14 +157,16 @@ def say(*words):
         print(*words, flush=True)
 
 
-def arguments(doc, ranks, steps):
-    """A parser with the flags of every chapter."""
+def arguments(doc, ranks, steps, plot=None):
+    """A parser with the flags of every chapter; `plot` says what its --plot draws."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=ranks, help="to start, where torchrun did not")
-    parser.add_argument("--steps", type=int, default=steps, help="0: prove, and do not train")
-    parser.add_argument("--text", help="file to train on; default: Python's own help topics")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take; default: 20, "
-                        "under torchrun 120")  # fmt: skip
+    add, seconds = parser.add_argument, 120 if "RANK" in os.environ else 20
+    add("--ranks", type=int, default=ranks, help="ranks to start, where torchrun did not")
+    add("--steps", type=int, default=steps, help="steps to train after the proof; may be 0")
+    add("--text", help="file to train on; default: Python's own help topics")
+    add("--timeout", type=float, default=seconds, help="seconds that a collective may take")
+    if plot:
+        add("--plot", metavar="FILE", help=f"draw {plot} (png, pdf or svg); do not train")
     return parser
 
 
@@ -160,75 +174,93 @@ def launch(main, args, validate):
     """Run main(args, device) on every rank, torchrun's or args.ranks started here, and exit: 0 if
     each returned 0, 1 if not, 2 and a sentence if validate(args, ranks) raised ValueError."""
     torch.set_num_threads(1)  # a forked child must not inherit a pool of threads
-    by_torchrun = "RANK" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else args.ranks
-    args.timeout = args.timeout if args.timeout is not None else 120 if by_torchrun else 20
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     try:
-        if ranks < 1:
-            raise ValueError(f"--ranks {ranks}: at least one is needed")
-        if vars(args).get("steps", 0) < 0:
-            raise ValueError(f"--steps {args.steps}: 0 or more can be taken")
-        if not args.timeout > 0:
-            raise ValueError(f"--timeout {args.timeout}: more than 0 seconds are needed")
-        plot = Path(vars(args).get("plot") or "plot.png")
-        if not os.access(plot.parent, os.W_OK | os.X_OK) or plot.is_dir():
-            raise ValueError(f"--plot {plot}: name a file, in a folder that can be written to")
-        if plot.suffix not in (".png", ".pdf", ".svg", ""):
-            raise ValueError(f"--plot {plot}: .png, .pdf and .svg can be drawn")
+        for flag, least in ("ranks", 1), ("steps", 0), ("timeout", 0.001):
+            if not (value := vars(args).get(flag, least)) >= least:
+                raise ValueError(f"--{flag} {value}: must be at least {least}")
+        plot = Path(vars(args).get("plot") or "here.png")
+        if plot.suffix not in (".png", ".pdf", ".svg") or not os.access(plot.parent, os.W_OK):
+            raise ValueError(f"--plot {plot}: name a .png, .pdf or .svg in a folder to write to")
         validate(args, ranks)
-    except ValueError as refused:
+    except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(refused, file=sys.stderr)
+            print(refusal, file=sys.stderr)
         sys.exit(2)
-    if by_torchrun:
+    if "RANK" in os.environ:
         _rank(int(os.environ["LOCAL_RANK"]), ranks, main, args)
-    forks = sys.platform == "linux" and torch.cuda.device_count() < ranks
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    method = "fork" if sys.platform == "linux" and torch.cuda.device_count() < ranks else "spawn"
     with tempfile.TemporaryDirectory() as folder:
-        given, method = (ranks, main, args, folder), "fork" if forks else "spawn"
+        run = mp.start_processes(_rank, (ranks, main, args, folder), ranks, False, True, method)
         try:
-            started = mp.start_processes(_rank, given, ranks, join=False, start_method=method)
-            while not started.join():
+            while not run.join():
                 pass
         except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
-            codes = [(r, -p.exitcode) for r, p in enumerate(started.processes)]
-            died = [(r, signal.Signals(c).name) for r, c in codes if c > 0 and c != signal.SIGTERM]
-            sys.exit("\n".join(f"rank {r} was ended by {name}" for r, name in died) or 1)
-        except KeyboardInterrupt:
-            sys.exit(130)
+            codes = [process.exitcode for process in run.processes]
+            stacks = [Path(folder, str(rank)).read_text() for rank in range(ranks)]
+            sys.exit(_what_went_wrong(codes, stacks))
     sys.exit(0)
+
+
+def _what_went_wrong(codes, stacks):
+    """Which signal ended a rank; or, if no rank told a fault of its own, where each one stood."""
+    killed = {r: -code for r, code in enumerate(codes) if code < 0 and code != -signal.SIGTERM}
+    said = [f"rank {r} was ended by {signal.Signals(by).name}" for r, by in killed.items()]
+    if {*codes} <= {0, WAITED, -signal.SIGTERM}:
+        said = [f"rank {r} of {len(codes)} {_place(stack)}" for r, stack in enumerate(stacks)]
+    return "\n".join(said) or max(codes)
+
+
+def _place(stack):
+    """The innermost line of a stack that belongs neither to torch nor to the Ledger."""
+    for file, number in re.findall(r'File "(.+)", line (\d+)', stack):
+        line = linecache.getline(file, int(number)).strip()
+        if "/torch/" not in file and not re.search(r"return call\(|wait\(work", line):
+            return f"stood at line {number} of {Path(file).name}: {line}"
+    return "had left"
 
 
 def _rank(local, ranks, main, args, folder=None):
     """Meet the other ranks, run main, and leave with its exit status or with what went wrong."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     env, local_ranks = os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    on_gpu = torch.cuda.device_count() >= local_ranks
+    rank, on_gpu = int(env.get("RANK", local)), torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    rank = int(env.get("RANK", local))
+    if folder:
+        report, store = open(f"{folder}/{rank}", "w"), dist.FileStore(f"{folder}/store", ranks)
+        faulthandler.register(signal.SIGTERM, report, all_threads=False, chain=True)
+    else:  # a restarted attempt must not read the addresses of the one before
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        report, store = sys.stderr, dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
     try:
-        if folder:
-            store = dist.FileStore(f"{folder}/store", ranks)
-        else:  # a restarted attempt must not read the addresses of the one before
-            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt {attempt}", next(dist.rendezvous("env://"))[0])
-        given = dict(store=store, rank=rank, world_size=ranks)
-        patience, backend = timedelta(seconds=args.timeout), "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, timeout=patience, **given)
+        given = dict(timeout=timedelta(seconds=args.timeout), rank=rank, world_size=ranks)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, **given)
+        agree([f"--{flag} {value}" for flag, value in vars(args).items()], dist.group.WORLD)
         code = main(args, device)
         dist.destroy_process_group()
+    except BrokenPipeError:  # what read the output, such as `head`, has left
+        code = 128 + signal.SIGPIPE
     except Exception as error:
-        lost = "by peer" in str(error)  # gloo: connection closed, or reset, by peer
-        why = "lost another rank, which failed first" if lost else traceback.format_exc()
-        sys.stderr.write(f"rank {rank} of {ranks}: {why}\n")  # at once: others write too
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+        stack = "".join(reversed(traceback.format_tb(error.__traceback__)))
+        code = 2 if isinstance(error, Disagreement) else 1
+        if re.search("by peer|imed out", str(error)):
+            code = WAITED
+            print(stack if folder else f"rank {rank} of {ranks} {_place(stack)}", file=report)
+        elif store.add(repr(error), 1) == 1:  # what ranks have in common is told once
+            told = error if code == 2 else traceback.format_exc()
+            print(f"rank {rank} of {ranks}: {told}", file=sys.stderr)
+        report.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     os._exit(code)  # an ordinary exit may abort where a reference to a group is left
+
 
 
 # ── end of the launch kit ────────────────────────────────────────────────────────────────────
