@@ -1221,7 +1221,7 @@ def _place(stack):
     """The innermost line of a stack that belongs neither to torch nor to the Ledger."""
     for file, number in re.findall(r'File "(.+)", line (\d+)', stack):
         line = linecache.getline(file, int(number)).strip()
-        if "/torch/" not in file and "return call(" not in line:
+        if "/torch/" not in file and not re.search(r"return call\(|wait\(work", line):
             return f"stood at line {number} of {Path(file).name}: {line}"
     return "had left"
 
