@@ -66,53 +66,13 @@ __all__ = [
 # ── experts ──────────────────────────────────────────────────────────────────────────────────
 
 
-class _GroupedLinear(torch.autograd.Function):
+def grouped_linear(x_Ri, weight_eoi, runs):
+    """Rows (R, ..., i), each run of them times its own matrix of (e, o, i), to (R, ..., o).
+
+    An expert without a token is in the graph too: its gradient is zeros, never None.
     """
-    forward   each run of rows times its own matrix; a run may be empty
-    backward  the input gradient now; the weight gradient now, or later: a closure in a list
-    """
-
-    @staticmethod
-    def forward(ctx, x_Ri, weight, runs, owed):
-        ctx.save_for_backward(x_Ri)
-        ctx.weight, ctx.runs, ctx.owed = weight, runs, owed
-        matrices = weight.to(x_Ri.dtype).view(len(runs), *weight.shape[-2:])
-        return torch.cat([x @ w.T for x, w in zip(x_Ri.split(runs), matrices)])
-
-    @staticmethod
-    def backward(ctx, d_y_Ro):
-        (x_Ri,), weight, runs, d_x_Ri = ctx.saved_tensors, ctx.weight, ctx.runs, None
-        d_ys = d_y_Ro.split(runs)
-        if ctx.needs_input_grad[0]:
-            matrices = weight.to(x_Ri.dtype).view(len(runs), *weight.shape[-2:])
-            d_x_Ri = torch.cat([d @ w for d, w in zip(d_ys, matrices)])
-
-        def d_weight():  # of an expert without a token: zeros, never None
-            pairs = zip(d_ys, x_Ri.split(runs))
-            d_eoi = torch.stack([d.flatten(0, -2).T @ x.flatten(0, -2) for d, x in pairs])
-            return d_eoi.to(weight.dtype).view_as(weight)
-
-        def accumulate():
-            param.grad = d_weight() if param.grad is None else param.grad + d_weight()
-
-        if ctx.owed:
-            later, param = ctx.owed
-            later.append(accumulate)
-        return d_x_Ri, d_weight() if ctx.needs_input_grad[1] else None, None, None
-
-
-def grouped_linear(x_Ri, weight, runs, later=None):
-    """Rows (R, ..., i) times the matrix of their run, of weight (e, o, i), or (o, i) for one run.
-
-    With `later`, a list, backward leaves the weight gradient to a closure that it appends there:
-    the closure adds it to weight.grad. Autograd then must not see the weight at all: told that its
-    gradient is None, it would still fire the parameter's hooks.
-    """
-    if later is None or not weight.requires_grad:
-        return _GroupedLinear.apply(x_Ri, weight, runs, None)
-    if not x_Ri.requires_grad:  # or there would be no backward
-        x_Ri = x_Ri.detach().requires_grad_()
-    return _GroupedLinear.apply(x_Ri, weight.detach(), runs, (later, weight))
+    weights = weight_eoi.to(x_Ri.dtype).unbind()
+    return torch.cat([nnf.linear(x, w_oi) for x, w_oi in zip(x_Ri.split(runs), weights)])
 
 
 class Experts(nn.Module):
@@ -126,12 +86,12 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(E, 2 * F, D) / D**0.5)
         self.down = nn.Parameter(torch.randn(E, D, F) / F**0.5)
 
-    def forward(self, x_RD, later=None, runs=None):
+    def forward(self, x_RD, runs=None):
         """Rows (R, ..., D), the first runs[0] for the first expert and so on, to as many. A single
         expert, a dense layer, needs no runs."""
         runs = runs or [len(x_RD)]
-        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, runs, later).chunk(2, -1)
-        return grouped_linear(nnf.silu(gate_RF) * up_RF, self.down, runs, later)
+        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, runs).chunk(2, -1)
+        return grouped_linear(nnf.silu(gate_RF) * up_RF, self.down, runs)
 
     def keep(self, held):
         """Let go of all experts but those of these numbers."""
@@ -215,11 +175,11 @@ class Router(nn.Module):
         self.group, self.sequence_group, self.microbatches = group, sequence_group, microbatches
         self.parts = None  # tokens of each rank, where one process stands for several (the twin)
 
-    def forward(self, x_BSD, later=None):
+    def forward(self, x_BSD):
         """Tokens (B, S, D) to a Routing: experts and gates (B·S, k), auxiliary loss or None."""
         wide = torch.promote_types(x_BSD.dtype, torch.float32)  # bf16 makes ties
         x_ND = x_BSD.flatten(0, 1).to(wide)
-        logits_NE = grouped_linear(x_ND, self.weight, [len(x_ND)], later)
+        logits_NE = nnf.linear(x_ND, self.weight.to(wide))
         scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
         chosen_Nk = self.choose(scores_NE.detach())
         gates_Nk = scores_NE.gather(1, chosen_Nk)
@@ -337,7 +297,7 @@ def attach_loss(x, aux):
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 
 
-def every_expert(x_ND, gates_Nk, expert_Nk, experts, group=None, later=None):
+def every_expert(x_ND, gates_Nk, expert_Nk, experts, group=None):
     """The twin: all experts on all tokens, those not chosen times zero. No rows are moved."""
     none_NE = gates_Nk.new_zeros(len(x_ND), len(experts.down) + 1)
     gates_NE = none_NE.scatter_add(1, expert_Nk, gates_Nk)
@@ -436,13 +396,13 @@ def combine(rows_RD, gates_Nk, plan):
     return (gates_Nk[..., None] * each_PD.unflatten(0, plan.shape)).sum(1)
 
 
-def one_hop(x_ND, gates_Nk, expert_Nk, experts, group, later=None):
+def one_hop(x_ND, gates_Nk, expert_Nk, experts, group):
     """Rows go straight to the ranks of their experts and back."""
     plan = make_plan(expert_Nk, len(experts.down), group)
-    return combine(experts(dispatch(x_ND, plan), later, plan.runs), gates_Nk, plan)
+    return combine(experts(dispatch(x_ND, plan), plan.runs), gates_Nk, plan)
 
 
-def two_hops(x_ND, gates_Nk, expert_Nk, experts, group, later=None, nodes=None):
+def two_hops(x_ND, gates_Nk, expert_Nk, experts, group, nodes=None):
     """Rows cross to each node once, however many of its experts were chosen, and fan out there.
 
     The same mechanism twice: first nodes are the experts, and the rank that a row arrives on, the
@@ -458,17 +418,17 @@ def two_hops(x_ND, gates_Nk, expert_Nk, experts, group, later=None, nodes=None):
     named_Nk = (node_Nk[:, :, None] == node_Nk[:, None, :]).tril(-1).any(-1)
     node_Nk = node_Nk.masked_fill(named_Nk, size(across))
     # /Q5.5
-    return _by_way_of(node_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, later)
+    return _by_way_of(node_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts)
 
 
-def gather_tokens(x_ND, gates_Nk, expert_Nk, experts, group, later=None):
+def gather_tokens(x_ND, gates_Nk, expert_Nk, experts, group):
     """The naive way: each rank gets every token, and works on those that chose its experts."""
     n = size(group)
     all_Nn = torch.arange(n, device=x_ND.device).expand(len(x_ND), n)
-    return _by_way_of(all_Nn, group, None, x_ND, gates_Nk, expert_Nk, experts, later)
+    return _by_way_of(all_Nn, group, None, x_ND, gates_Nk, expert_Nk, experts)
 
 
-def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, later):
+def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts):
     """Send tokens to stops, ranks of `across`, with their gates and choices; there dispatch to the
     experts `inside`; bring back one row from each stop, already summed over its experts."""
     n, per_stop = size(across), len(experts.down) * size(inside)
@@ -476,7 +436,7 @@ def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts, late
     x_RD, gates_Rk, expert_Rk = (dispatch(t, plan) for t in (x_ND, gates_Nk, expert_Nk))
     here_Rk = expert_Rk - per_stop * dist.get_rank(across)
     here_Rk = here_Rk.masked_fill((here_Rk < 0) | (here_Rk >= per_stop), per_stop)
-    y_RD = one_hop(x_RD, gates_Rk, here_Rk, experts, inside, later)
+    y_RD = one_hop(x_RD, gates_Rk, here_Rk, experts, inside)
     return combine(y_RD, (stop_Nk < n).to(y_RD.dtype), plan)
 
 
@@ -508,13 +468,13 @@ class MoE(nn.Module):
         e, r = len(places) // n, 0 if group is None else dist.get_rank(group)
         self.experts.keep(places[r * e : (r + 1) * e])
 
-    def forward(self, x_BSD, later=None):
-        x_ND, (expert_Nk, gates_Nk, aux) = x_BSD.flatten(0, 1), self.router(x_BSD, later)
+    def forward(self, x_BSD, later=None):  # later: for callers that still pass it
+        x_ND, (expert_Nk, gates_Nk, aux) = x_BSD.flatten(0, 1), self.router(x_BSD)
         if self.slots:
             expert_Nk = take_turns(expert_Nk, self.slots)
-        y_ND = self.path(x_ND, gates_Nk, expert_Nk, self.experts, self.group, later)
+        y_ND = self.path(x_ND, gates_Nk, expert_Nk, self.experts, self.group)
         if self.shared:
-            y_ND = y_ND + self.shared(x_ND, later)
+            y_ND = y_ND + self.shared(x_ND)
         y_BSD = y_ND.to(x_BSD.dtype).view_as(x_BSD)
         return y_BSD if aux is None else attach_loss(y_BSD, aux)
 
