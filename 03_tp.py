@@ -32,27 +32,11 @@ Questions  Q3.1 ** who adds d_x?            Q3.2 * when is the bias added?  Q3.3
 # B sequences · S tokens, s = S/n on this rank · D width · H heads, K key/value heads, of width d
 # F hidden units, f = F/n here · V vocabulary, v = V/n, rounded up, here · n ranks, r one of them
 
-import argparse
-import inspect
-import logging
 import math
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter, namedtuple
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
-from pydoc_data.topics import topics
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
@@ -332,84 +316,41 @@ def dropout(x, p, key, group, dim=None):
     return pair(drop, drop)(x, group) if p else x
 
 
-# ── matrices, and gradients that can wait ────────────────────────────────────────────────────
+# ── matrices ─────────────────────────────────────────────────────────────────────────────────
 
 
-# A pipeline (chapter 04) may want the gradients of weights later than those of inputs. A layer that
-# is given a list as `later` leaves closures in it that add them; given None, it adds them at once.
-
-
-def stand_in(param, later):
-    """What autograd sees of a parameter: it, or if its gradient is to wait, another leaf in its
-    place, because the hooks of a parameter fire for a gradient of None as well."""
-    if param is None or later is None:
-        return param
-    leaf = param.detach().requires_grad_(param.requires_grad)
-    leaf.stands_for = param
-    return leaf
-
-
-def settle(later, *owed):
-    """What a backward returns for parameters: their gradients; or None for each, and in the list
-    `later` a closure that adds them to .grad.
-
-    owed: (parameter or its stand_in() or None, function that computes its gradient), for each.
-    """
-    due = [compute if p is not None and p.requires_grad else None for p, compute in owed]
-    if later is None:
-        return [compute and compute() for compute in due]
-
-    def add():
-        for (leaf, _), compute in zip(owed, due):
-            if compute and leaf.stands_for.grad is None:
-                leaf.stands_for.grad = compute()
-            elif compute:
-                leaf.stands_for.grad += compute()
-
-    later.append(add)
-    return [None] * len(owed)
-
-
-class _PutOff(torch.autograd.Function):
-    """A parameter, as it is; a closure in `later` adds its gradient."""
+class _GatherAgain(torch.autograd.Function):
+    """gather_sequence, which keeps this rank's tokens so that they can be gathered again."""
 
     @staticmethod
-    def forward(ctx, param, later):
-        ctx.param, ctx.later = param, later
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx, d_param):
-        return *settle(ctx.later, (ctx.param, lambda: d_param)), None
-
-
-def put_off(param, later):
-    """For gradients that cost nothing (of a norm, a bias, a table): only adding them can wait."""
-    return param if later is None else _PutOff.apply(stand_in(param, later), later)
-
-
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b. Of an x gathered from `own` over `group`, own is kept and gathered once more: if
-    weights wait, by their closure, and all ranks must call these in one order."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, later, own=None, group=None):
-        ctx.save_for_backward(x if own is None else own)
-        ctx.weight, ctx.bias, ctx.later, ctx.group = weight, bias, later, group
-        return F.linear(x, weight, bias)
+    def forward(ctx, x_BsD, group):
+        ctx.save_for_backward(x_BsD)
+        ctx.group = group
+        return all_gather(x_BsD, group)
 
     @staticmethod
     def backward(ctx, d_y):
-        x = ctx.saved_tensors[0].detach()  # a closure that waits must not keep x's graph
-        inputs = lambda: all_gather(x, ctx.group) if ctx.group else x
-        d_x = d_y @ ctx.weight if ctx.needs_input_grad[0] else None
-        return d_x, *weight_and_bias(ctx, d_y, inputs), None, None, None
+        return reduce_scatter(d_y, ctx.group), None
 
 
-def weight_and_bias(ctx, d_y, inputs):
-    """Both gradients of x Wᵀ + b: sums over tokens of d_y · x, with x = inputs(), and of d_y."""
-    d_weight = lambda: d_y.flatten(0, -2).T @ inputs().flatten(0, -2)
-    return settle(ctx.later, (ctx.weight, d_weight), (ctx.bias, lambda: d_y.flatten(0, -2).sum(0)))
+def gathered_linear(x_BsD, weight, bias, group):
+    """F.linear of the tokens of all ranks. F.linear would keep all of them for the gradient of the
+    weight. Its hooks keep the node that has this rank's tokens, and gather them once more."""
+    if not x_BsD.requires_grad:  # what needs no gradient has no node
+        x_BsD = x_BsD.detach().requires_grad_(torch.is_grad_enabled())
+    gathered_BSD = _GatherAgain.apply(x_BsD, group)
+    node, storage = gathered_BSD.grad_fn, gathered_BSD.untyped_storage().data_ptr()
+
+    def keep(tensor):
+        return tensor.shape if tensor.untyped_storage().data_ptr() == storage else tensor
+
+    def restore(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return all_gather(*node.saved_tensors, group).view(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
+        return F.linear(gathered_BSD, weight, bias)
 
 
 CHUNKS = 4  # of a rank's tokens, in the rung that overlaps
@@ -443,24 +384,24 @@ class _Overlapped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, later, group, column):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.later, ctx.given = weight, bias, later, (group, column)
-        if not column:
-            return multiply_then_scatter(x, weight.T, group)
-        y = gather_then_multiply(x, weight.T, group)[0]
-        return y if bias is None else y.add_(bias)
+    def forward(ctx, x, weight, group, column):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.column = group, column
+        if column:
+            return gather_then_multiply(x, weight.T, group)[0]
+        return multiply_then_scatter(x, weight.T, group)
 
     @staticmethod
     def backward(ctx, d_y):
-        x, (group, column) = ctx.saved_tensors[0].detach(), ctx.given
-        if column:
+        (x, weight), group = ctx.saved_tensors, ctx.group
+        if ctx.column:
             land = start_all_gather(x, group)
-            d_x = multiply_then_scatter(d_y, ctx.weight, group)
+            d_x = multiply_then_scatter(d_y, weight, group)
             x = rearrange(land(), "n B s D -> B (n s) D")
         else:
-            d_x, d_y = gather_then_multiply(d_y, ctx.weight, group)
-        return d_x, *weight_and_bias(ctx, d_y, lambda: x), None, None, None
+            d_x, d_y = gather_then_multiply(d_y, weight, group)
+        d_weight = d_y.flatten(0, -2).T @ x.flatten(0, -2)
+        return d_x, d_weight, None, None
 
 
 # ── the layers; their `sp` is a rung of the ladder ───────────────────────────────────────────
@@ -480,7 +421,7 @@ class ColumnParallelLinear(nn.Module):
 
     x (B, S, D), under SP (B, s, D), to (B, S, outputs of this rank). Every rank draws all of W from
     torch's seed and keeps its part, so any n starts from the same. Raises ValueError where n does
-    not divide the outputs. A list given as `later` gets a closure in backward: see settle().
+    not divide the outputs.
     """
 
     def __init__(self, n_in, n_out, group, bias=False, sp="off", blocks=1):
@@ -494,19 +435,18 @@ class ColumnParallelLinear(nn.Module):
         self.weight = draw(torch.randn(n_out, n_in) / n_in**0.5)
         self.bias = draw(torch.zeros(n_out)) if bias else None
 
-    def forward(self, x, later=None):
-        given = stand_in(self.weight, later), stand_in(self.bias, later), later
+    def forward(self, x):
         # Q3.1 ** Without SP, every rank has all of x already. What must still be done with it?
         #         hint: a rank's outputs give it a part of d_x; the layer below needs the sum
         if self.sp == "off":
-            return _Linear.apply(copy_to_ranks(x, self.group), *given)
+            return F.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
         # /Q3.1
-        if self.sp == "overlap":
-            return _Overlapped.apply(x, *given, self.group, True)
-        gathered = gather_sequence(x, self.group)
         if self.sp == "keep":
-            return _Linear.apply(gathered, *given)
-        return _Linear.apply(gathered, *given, x.detach(), self.group)
+            return F.linear(gather_sequence(x, self.group), self.weight, self.bias)
+        if self.sp == "regather":
+            return gathered_linear(x, self.weight, self.bias, self.group)
+        y = _Overlapped.apply(x, self.weight, self.group, True)
+        return y if self.bias is None else y + self.bias
 
 
 class RowParallelLinear(nn.Module):
@@ -525,17 +465,16 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(shard(whole, (1, 1), n, r).contiguous())
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
 
-    def forward(self, x, later=None):
-        given = stand_in(self.weight, later), None, later
+    def forward(self, x):
         if self.sp == "overlap":
-            y = _Overlapped.apply(x, *given, self.group, False)
+            y = _Overlapped.apply(x, self.weight, self.group, False)
         else:
             combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
-            y = combine(_Linear.apply(x, *given), self.group)
+            y = combine(F.linear(x, self.weight), self.group)
         # Q3.2 * y is the sum over ranks, and every rank has b. When is it added, and not earlier?
         #        hint: n times a bias is a bias too; it would train, and differ from one process
         if self.bias is not None:
-            y = y + put_off(self.bias, later)
+            y = y + self.bias
         return y
         # /Q3.2
 
@@ -567,8 +506,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(D)), eps
 
-    def forward(self, x, later=None):
-        return _RMSNorm.apply(x, put_off(self.weight, later), self.eps)
+    def forward(self, x):
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 def rotary(x_BShd, positions_S, theta=1e4):
@@ -607,12 +546,12 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(D, n_out, group, bias, sp, blocks)
         self.out = RowParallelLinear(D, D, group, bias, sp)
 
-    def forward(self, x, positions_S, later=None):
-        qkv = self.qkv(x, later).unflatten(-1, (-1, self.d))
+    def forward(self, x, positions_S):
+        qkv = self.qkv(x).unflatten(-1, (-1, self.d))
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
         q, k = rotary(qk, positions_S).split([self.heads, self.kv_heads], 2)
         mixed = self.attend(q, k, v.contiguous())  # a view would keep all of qkv for backward
-        return self.out(mixed.flatten(2), later)
+        return self.out(mixed.flatten(2))
 
 
 class MLP(nn.Module):
@@ -625,9 +564,9 @@ class MLP(nn.Module):
         self.gate_up = ColumnParallelLinear(D, 2 * hidden, group, bias, sp, blocks=2)
         self.down = RowParallelLinear(hidden, D, group, bias, sp)
 
-    def forward(self, x, later=None):
-        gate, up = self.gate_up(x, later).chunk(2, -1)
-        return self.down(F.silu(gate) * up, later)
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 # ── the two ends: embedding and loss over a vocabulary that is cut ───────────────────────────
@@ -661,9 +600,9 @@ class VocabParallelEmbedding(nn.Module):
         self.shard_spec = {"weight": (0, ((V, 1),))}
         self.weight = nn.Parameter(shard(torch.randn(V, D) / D**0.5, (0, ((V, 1),)), n, r))
 
-    def forward(self, x_BS, later=None):
+    def forward(self, x_BS):
         rows, mine = own_rows(x_BS, self.V, len(self.weight), self.group)
-        found = F.embedding(rows, put_off(self.weight, later)).masked_fill(~mine[..., None], 0)
+        found = F.embedding(rows, self.weight).masked_fill(~mine[..., None], 0)
         combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
         return combine(found, self.group)
 
@@ -735,10 +674,10 @@ class Block(nn.Module):
         self.attention = Attention(c.D, c.heads, c.kv_heads, group, c.bias, sp)
         self.mlp = MLP(c.D, c.hidden, group, c.bias, sp)
 
-    def forward(self, x, positions_S, key=0, later=None):
+    def forward(self, x, positions_S, key=0):
         drop = lambda y, key: dropout(y, self.p, key, self.group, self.dim)
-        x = x + drop(self.attention(self.norm1(x, later), positions_S, later), key)
-        return x + drop(self.mlp(self.norm2(x, later), later), key + 1)
+        x = x + drop(self.attention(self.norm1(x), positions_S), key)
+        return x + drop(self.mlp(self.norm2(x)), key + 1)
 
 
 class LanguageModel(nn.Module):
@@ -757,13 +696,13 @@ class LanguageModel(nn.Module):
             torch.manual_seed(1 + i)
             self.blocks.append(Block(c, group, sp))
 
-    def forward(self, x_BS, y_BS, step=0, later=None):
+    def forward(self, x_BS, y_BS, step=0):
         positions_S = torch.arange(x_BS.shape[1], device=x_BS.device)
-        x = self.embedding(x_BS, later)
+        x = self.embedding(x_BS)
         for i, block in enumerate(self.blocks):
-            x = block(x, positions_S, 2 * (step * self.c.layers + i), later)
+            x = block(x, positions_S, 2 * (step * self.c.layers + i))
         given = y_BS, self.c.V, self.group, self.c.smoothing
-        return vocab_parallel_cross_entropy(self.head(self.norm(x, later), later), *given)
+        return vocab_parallel_cross_entropy(self.head(self.norm(x)), *given)
 
 
 @torch.no_grad()

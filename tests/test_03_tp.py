@@ -184,63 +184,23 @@ def test_chunks_need_not_divide_the_tokens():
             assert max(error.max() for error in errors) < 1e-12
 
 
-# ── gradients that wait ──────────────────────────────────────────────────────────────────────
+# ── frozen, recomputed ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("sp", tp.LADDER)
-def test_with_a_list_weights_wait_for_its_closures_and_fire_no_hook(sp):
+def test_frozen_weights_get_no_gradient(sp):
     def step():
-        c, (x, y) = replace(FULL, kv_heads=1), tp.proof_batch(FULL, 2, 16, CPU)
-        now, _ = tp.build(c, world(), CPU, sp)
-        then, _ = tp.build(c, world(), CPU, sp)
-        for _ in range(2):  # gradients add up
-            now(x, y).sum().backward()
-        later, fired = [], []
-        for p in then.parameters():
-            p.register_post_accumulate_grad_hook(fired.append)
-        for _ in range(2):
-            then(x, y, later=later).sum().backward()
-        waited = all(p.grad is None for p in then.parameters()) and len(later) > 20
-        while later:
-            later.pop()()
-        pairs = zip(now.parameters(), then.parameters())
-        errors = [tp.relative_error(q.grad, p.grad) for p, q in pairs]
-        return waited, fired == [], max(errors) < 1e-12
-
-    assert on_ranks(2, step) == [(True, True, True)] * 2
-
-
-def test_a_gradient_that_waited_is_added_in_place():
-    """Where .grad is a view of a data-parallel bucket, it must stay one."""
-
-    def step():
-        layer, later = tp.ColumnParallelLinear(2, 2, world(), bias=True), []
-        layer(torch.ones(1, 1, 2), later).sum().backward()
-        layer.weight.grad = bucket = torch.ones(2, 2)
-        later.pop()()
-        return layer.weight.grad is bucket, bucket[0, 0].item(), later
-
-    assert on_ranks(1, step) == [(True, 2.0, [])]
-
-
-@pytest.mark.parametrize("sp", tp.LADDER)
-@pytest.mark.parametrize("waits", [True, False])
-def test_frozen_weights_get_no_gradient(sp, waits):
-    def step():
-        mlp, later = tp.MLP(4, 8, world(), bias=True, sp=sp), [] if waits else None
+        mlp = tp.MLP(4, 8, world(), bias=True, sp=sp)
         for p in mlp.parameters():
             p.requires_grad_(False)
         x = torch.ones(1, 4 if sp == "off" else 2, 4, requires_grad=True)
-        mlp(x, later).sum().backward()
-        while later:
-            later.pop()()
+        mlp(x).sum().backward()
         return x.grad is not None and all(p.grad is None for p in mlp.parameters())
 
     assert on_ranks(2, step) == [True] * 2
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_block_may_be_recomputed_and_sends_all_but_its_last_sum_once_more(waits):
+def test_a_block_may_be_recomputed_and_sends_all_but_its_last_sum_once_more():
     """A recompute stops once it has what backward needs, which the last sum of a block is not; but
     the rung that overlaps has it inside the product, whose input is needed."""
 
@@ -251,11 +211,9 @@ def test_a_block_may_be_recomputed_and_sends_all_but_its_last_sum_once_more(wait
         gradients, sent = [], []
         for run in (lambda *given: block(*given), partial(checkpoint, block, use_reentrant=False)):
             block.zero_grad()
-            x, later = data.clone().requires_grad_(), [] if waits else None
+            x = data.clone().requires_grad_()
             with tp.Ledger() as ledger:
-                run(x, torch.arange(16), 5, later).square().sum().backward()
-                while later:
-                    later.pop()()
+                run(x, torch.arange(16), 5).square().sum().backward()
             gradients.append([x.grad, *(p.grad for p in block.parameters())])
             sent.append(sum(ledger.sent.values()))
         same = max(itertools.starmap(tp.relative_error, zip(*gradients))) == 0
