@@ -891,12 +891,13 @@ class Ledger(ExitStack):
         "broadcast": lambda a, n, r: a["tensor"].nbytes * ((r - a["group_src"]) % n < n - 1),
         "isend": lambda a, n, r: a["tensor"].nbytes,
         **dict.fromkeys(["irecv", "barrier"], lambda a, n, r: 0),
-        **dict.fromkeys("all_gather all_to_all gather reduce scatter send recv".split()),  # none
     }
+    UNPRICED = "all_gather all_to_all gather reduce reduce_scatter scatter send recv".split()
 
     def __enter__(self):
         self.events, self.sent, wait = [], Counter(), dist.Work.wait
-        calls = {name: self._priced(name, getattr(dist, name)) for name in self.PRICES}
+        names = [*self.PRICES, *self.UNPRICED]
+        calls = {name: self._priced(name, getattr(dist, name)) for name in names}
         for module in (dist, dist.distributed_c10d):  # batch_isend_irecv looks in the latter
             self.enter_context(patch.multiple(module, **calls))
         marked = lambda work, *seconds: self.mark("wait") or wait(work, *seconds)
@@ -1048,17 +1049,18 @@ def _what_went_wrong(codes, stacks):
     killed = {r: -code for r, code in enumerate(codes) if code < 0 and code != -signal.SIGTERM}
     said = [f"rank {r} was ended by {signal.Signals(by).name}" for r, by in killed.items()]
     if {*codes} <= {0, WAITED, -signal.SIGTERM}:
-        said = [f"rank {r} of {len(codes)} {_place(stack)}" for r, stack in enumerate(stacks)]
+        said = ["some ranks waited in vain for others; each one stood at"]
+        said += [f"rank {r} of {len(codes)}: {_place(stack)}" for r, stack in enumerate(stacks)]
     return "\n".join(said) or max(codes)
 
 
 def _place(stack):
-    """The innermost line of a stack that belongs neither to torch nor to the Ledger."""
+    """The innermost line of a stack that belongs neither to a library nor to the Ledger."""
     for file, number in re.findall(r'File "(.+)", line (\d+)', stack):
         line = linecache.getline(file, int(number)).strip()
-        if "/torch/" not in file and not re.search(r"return call\(|wait\(work", line):
-            return f"stood at line {number} of {Path(file).name}: {line}"
-    return "had left"
+        if "/lib/python" not in file and not re.search(r"return call\(|wait\(work", line):
+            return f"line {number} of {Path(file).name}: {line}"
+    return "the end, it had returned"
 
 
 def _rank(local, ranks, main, args, folder=None):
@@ -1074,7 +1076,7 @@ def _rank(local, ranks, main, args, folder=None):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if folder:
         report, store = open(f"{folder}/{rank}", "w"), dist.FileStore(f"{folder}/store", ranks)
-        faulthandler.register(signal.SIGTERM, report, all_threads=False, chain=True)
+        faulthandler.register(signal.SIGTERM, report, chain=True)  # says where it stood
     else:  # a restarted attempt must not read the addresses of the one before
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         report, store = sys.stderr, dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
@@ -1087,11 +1089,13 @@ def _rank(local, ranks, main, args, folder=None):
     except BrokenPipeError:  # what read the output, such as `head`, has left
         code = 128 + signal.SIGPIPE
     except Exception as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this has been told
         stack = "".join(reversed(traceback.format_tb(error.__traceback__)))
         code = 2 if isinstance(error, Disagreement) else 1
         if re.search("by peer|imed out", str(error)):
             code = WAITED
-            print(stack if folder else f"rank {rank} of {ranks} {_place(stack)}", file=report)
+            where = f"rank {rank} of {ranks} waited in vain at {_place(stack)}"
+            print(stack if folder else where, file=report)
         elif store.add(repr(error), 1) == 1:  # what ranks have in common is told once
             told = error if code == 2 else traceback.format_exc()
             print(f"rank {rank} of {ranks}: {told}", file=sys.stderr)

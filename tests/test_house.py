@@ -1,6 +1,7 @@
 """The rules of the house: what must be so of every chapter, whatever it is about."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,21 @@ from harness import ROOT, refusal, run_script
 CHAPTERS = sorted(ROOT.glob("0[1-7]_*.py"))
 ALONE = [*kit.CHAPTERS, *ROOT.glob("memory_math.py")]
 SOURCES = [p for p in ROOT.rglob("*.py") if not {".venv", "exercises"} & set(p.parts)]
+BANNER = "# ── from here on: proof, run, kit "
+ROOM = {  # lines that a file may have, its launch kit included
+    "01_dp.py": 600, "02_zero.py": 1000, "03_tp.py": 850, "04_pp_schedules.py": 1000,
+    "05_ep.py": 800, "06_cp_ring.py": 850, "07_5d.py": 1000, "memory_math.py": 1500,
+}  # fmt: skip
+BEYOND = sorted(ROOT.glob("beyond/*.py"))
+ALPHABET = {  # the letters of all files; small f, h and v are this rank's part of F, H and V
+    "n": "ranks", "r": "this rank", "m": "micro-batches",
+    "B": "sequences", "b": "sequences of this rank",
+    "S": "tokens of a sequence", "s": "tokens of this rank", "D": "width",
+    "H": "query heads", "K": "key/value heads", "d": "width of a head",
+    "V": "vocabulary", "F": "hidden units", "P": "parameters",
+    "E": "experts", "e": "experts of this rank", "k": "experts of a token",
+    "C": "capacity of an expert", "R": "rows received", "c": "chunks of a rank",
+}  # fmt: skip
 QUESTION = re.compile(r"^ *# (Q\d\.\d+) (\*+) .+", re.M)
 
 each = lambda files: pytest.mark.parametrize("path", files, ids=lambda path: path.name)
@@ -100,3 +116,91 @@ def test_public_functions_say_what_they_take_and_return(path):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node) or node.name == "main", node.name
+
+
+# ── the limits: a file that outgrows them is looking for its simpler idea ────────────────────
+
+
+@each([ROOT / name for name in ROOM])
+def test_a_file_has_room_for_one_lesson(path):
+    assert path.read_text().count("\n") <= ROOM[path.name]
+
+
+def test_a_file_of_the_second_folder_has_room_for_one_concept():
+    lines = {path.name: path.read_text().count("\n") for path in BEYOND}
+    assert {name: count for name, count in lines.items() if count > 700} == {}
+
+
+def test_the_launch_kit_stays_small():
+    assert kit.kit().count("\n") <= 260
+
+
+def legend(path):
+    """{letter: words} of the comment that follows a file's docstring."""
+    after = path.read_text().split('"""', 2)[2].strip().splitlines()
+    lines = itertools.takewhile(lambda line: line.startswith("# "), after)
+    entries = [entry for line in lines for entry in line.removeprefix("# ").split(" · ")]
+    return dict(entry.strip().split(" ", 1) for entry in entries if entry.strip())
+
+
+@each([*CHAPTERS, *BEYOND])
+def test_a_file_has_ten_letters_of_one_alphabet(path):
+    letters = legend(path)
+    assert 0 < len(letters) <= 10
+    assert letters == {letter: ALPHABET.get(letter) for letter in letters}
+
+
+def test_readme_prints_the_alphabet():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    missing = [f"{x} {words}" for x, words in ALPHABET.items() if f"`{x}` {words}" not in text]
+    assert not missing
+
+
+@each([*CHAPTERS, *BEYOND])
+def test_the_lesson_comes_first(path):
+    """One banner divides the lesson from its proof, and the launch kit brings its own imports."""
+    text = path.read_text()
+    assert text.count(BANNER) == 1
+    if path in kit.CHAPTERS:
+        lesson, below = text.split(BANNER)
+        assert "def main" in below and "def launch" in below
+        head = lesson.split("# ──")[0]
+        used = lambda name: len(re.findall(rf"\b{name}\b", lesson)) > len(
+            re.findall(rf"\b{name}\b", head)
+        )
+        names = [alias.asname or alias.name for node in ast.parse(lesson).body
+                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        assert [name for name in names if not used(name.split(".")[-1])] == []
+
+
+@each([*CHAPTERS, *BEYOND, *ROOT.glob("memory_math.py"), *ROOT.glob("workshop.py")])
+def test_a_function_fits_a_screen(path):
+    tree = ast.walk(ast.parse(path.read_text()))
+    functions = [node for node in tree if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if f.end_lineno - f.lineno >= 55] == []
+
+
+@each([*CHAPTERS, *BEYOND])
+def test_every_flag_has_a_help_text(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        flags = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        if flags and str(flags[0]).startswith("--"):
+            assert "help" in [keyword.arg for keyword in call.keywords], flags
+
+
+def test_every_tracked_file_is_named_by_another():
+    """No stray file is in git: a module is named by its chapter, its tests, or a page."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.splitlines()]
+    assert listed.returncode == 0 and files
+    by_pattern = re.compile(r"test_\w+\.py|conftest\.py|rows_\w+\.py")  # pytest's, the benchmark's
+    conventional = {".gitignore", "README.md", "run", "pyproject.toml", "requirements.txt"}
+    texts = {path: path.read_text() for path in files if path.suffix in (".py", ".md", ".toml")}
+    for path in files:
+        if path.name in conventional or by_pattern.fullmatch(path.name):
+            continue
+        others = (text for other, text in texts.items() if other != path)
+        known = path.suffix in (".py", ".md", ".png", ".toml", ".json")
+        name = re.compile(rf"\b{re.escape(path.stem if known else path.name)}\b")
+        assert any(map(name.search, others)), f"nobody names {path.relative_to(ROOT)}"

@@ -1,6 +1,9 @@
 """The launch kit: what the ledger counts, what a wrong row looks like, and how a run may end."""
 
+import os
 import random
+import re
+import signal
 import socket
 import time
 from functools import partial
@@ -14,6 +17,12 @@ kit = chapter("01_dp")
 CPU = torch.device("cpu")
 
 # ── the ledger ───────────────────────────────────────────────────────────────────────────────
+
+
+PRICED = {
+    "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "all_to_all_single",
+    "isend",
+}  # fmt: skip
 
 
 def every_call():
@@ -43,14 +52,15 @@ def every_call():
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_call_is_priced_as_a_ring_would_send_it(n):
     for r, sent in enumerate(on_ranks(n, every_call)):
-        assert +sent == {
+        assert {name: sent[name] for name in PRICED} == {
             "all_reduce": pytest.approx(2 * (n - 1) / n * 48),
             "all_gather_single": 8 * (n - 1),
             "reduce_scatter_single": pytest.approx(8 * (n - 1)),
-            "broadcast": pytest.approx((n - 1) / n * 48),
+            "broadcast": 48 * (r < n - 1),  # each passes it on, the last of the ring keeps it
             "all_to_all_single": pytest.approx(8 * (n - 1) + (n - 1) * (r + 1) * 12),
             "isend": 48,
         }
+        assert {name for name in sent if sent[name]} <= PRICED
 
 
 def test_calls_waits_and_marks_are_kept_in_their_order():
@@ -125,6 +135,12 @@ if __name__ == "__main__":
 """
 
 
+def free_address():
+    with socket.socket() as free:  # below the ports that any connection may be given meanwhile
+        free.bind(("127.0.0.1", random.randrange(10_000, 15_000)))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @pytest.fixture
 def script(tmp_path):
     def write(body, code=0):
@@ -152,7 +168,84 @@ def test_a_rank_that_stays_away_ends_the_run_with_the_operation_that_waited(scri
     started = time.monotonic()
     done = run_script(script("time.sleep(100)"), "--timeout", 2)
     assert done.returncode == 1 and time.monotonic() - started < 15
-    assert "all_reduce" in done.stderr and "imed out" in done.stderr and "rank " in done.stderr
+    first, *places = done.stderr.splitlines()
+    assert "waited in vain" in first and [line[:9] for line in places] == [
+        f"rank {r} of" for r in range(4)
+    ]
+    assert "time.sleep(100)" in places[1]
+    assert all("dist.all_reduce(torch.ones(1))" in places[r] for r in (0, 2, 3))
+
+
+def test_a_rank_that_returns_early_is_told_from_those_that_wait(script):
+    done = run_script(script("return 0"))
+    assert done.returncode == 1
+    first, *places = done.stderr.splitlines()
+    assert "returned" in places[1] or "destroy_process_group" in places[1]
+    assert all("dist.all_reduce(torch.ones(1))" in places[r] for r in (0, 2, 3))
+
+
+def test_what_all_ranks_fail_of_is_told_once(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text(SCRIPT.replace("if dist.get_rank() == 1:", "if True:").format(
+        root=str(ROOT), body="raise ValueError('a bad sample')", code=0))  # fmt: skip
+    done = run_script(path)
+    assert done.returncode == 1 and done.stderr.count("ValueError: a bad sample") == 1
+
+
+def test_ranks_that_disagree_end_with_a_sentence_and_status_2(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text(SCRIPT.replace("if dist.get_rank() == 1:", "if True:").format(
+        root=str(ROOT), body="kit.agree(['--rate', str(dist.get_rank())], dist.group.WORLD)",
+        code=0))  # fmt: skip
+    done = run_script(path)
+    told = r"rank \d of 4: ranks disagree: rank 1 has 1, rank 0 has 0\n"
+    assert done.returncode == 2 and re.fullmatch(told, done.stderr)
+
+
+def test_ranks_agree_on_lines_or_name_the_first_that_differs():
+    def told(lines):
+        group = dist.group.WORLD
+        try:
+            return kit.agree(lines[dist.get_rank()], group)
+        except kit.Disagreement as error:
+            return str(error)
+
+    same = [["a", "b"]] * 3
+    assert on_ranks(3, told, same) == [None] * 3
+    longer = [["a", "b"], ["a", "b"], ["a", "b", "c"]]
+    assert on_ranks(3, told, longer) == ["ranks disagree: rank 2 has c, rank 0 has no more"] * 3
+    shorter = [["a", "b"], ["a"], ["a", "b"]]
+    assert on_ranks(3, told, shorter) == ["ranks disagree: rank 1 has no more, rank 0 has b"] * 3
+
+
+def test_flags_that_differ_between_ranks_are_refused(script):
+    """Two agents of torchrun may be given different command lines."""
+    agents = [("--steps", 0), ("--steps", 3)]
+    meeting = free_address()
+    flags = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d"]
+    start = lambda words: start_script(
+        script("pass"), *words, torchrun=[*flags, "--rdzv-endpoint", meeting]
+    )
+    with start(agents[0]) as one, start(agents[1]) as other:
+        told = "".join(process.communicate(timeout=60)[1] for process in (one, other))
+    assert one.returncode and other.returncode
+    assert re.search(r"ranks disagree: rank 1 has --steps (\d), rank 0 has --steps \d\n", told)
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback():
+    with start_script(ROOT / "01_dp.py", "--ranks", 2, "--steps", 0) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_ends_the_run_at_once_with_status_130(script):
+    with start_script(script("print('asleep', flush=True); time.sleep(100)")) as process:
+        assert process.stdout.readline() == "asleep\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=5) == ("", "")
+        assert process.returncode == 130
 
 
 def test_a_row_that_is_not_as_claimed_ends_the_run_without_a_traceback(script):
@@ -177,9 +270,7 @@ def test_torchrun_restarts_ranks_that_meet_anew(script):
 
 @pytest.mark.slow
 def test_two_agents_meet_on_the_loopback_address():
-    with socket.socket() as free:  # below the ports that any connection may be given meanwhile
-        free.bind(("127.0.0.1", random.randrange(10_000, 15_000)))
-        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = free_address()
     flags = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d"]
     agent = partial(
         start_script, ROOT / "01_dp.py", "--steps", 2, torchrun=[*flags, "--rdzv-endpoint", meeting]
