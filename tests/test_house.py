@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import kit
+import mutate
 import pytest
 from harness import ROOT, refusal, run_script
 
@@ -204,3 +205,16 @@ def test_every_tracked_file_is_named_by_another():
         known = path.suffix in (".py", ".md", ".png", ".toml", ".json")
         name = re.compile(rf"\b{re.escape(path.stem if known else path.name)}\b")
         assert any(map(name.search, others)), f"nobody names {path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("name", mutate.LISTS)
+def test_each_mutant_can_be_put_into_its_file(name):
+    """The list of faults keeps up with the code; tests/mutate.py shows that each is noticed."""
+    entries, text = mutate.mutants(name), mutate.target(name).read_text()
+    assert len(entries) >= 12
+    for entry in entries:
+        assert mutate.mutated(text, entry) != text
+
+
+def test_every_file_has_its_mutants():
+    assert {path.stem for path in [*CHAPTERS, *BEYOND, ROOT / "memory_math.py"]} == {*mutate.LISTS}
