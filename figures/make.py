@@ -11,6 +11,7 @@ picture that its chapter would no longer draw, whatever fonts a machine has.
 import argparse
 import hashlib
 import importlib
+import itertools
 import json
 import sys
 import tempfile
@@ -24,8 +25,7 @@ import torch.distributed as dist
 from matplotlib.collections import Collection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, PathPatch, Rectangle
-from matplotlib.path import Path as Curve
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -37,6 +37,7 @@ dp, zero, tp, pp, cp, five, memory = (
     for name in "01_dp 02_zero 03_tp 04_pp_schedules 06_cp_ring 07_5d memory_math".split()
 )
 
+COLOURS = {"pp": "#0b3c5d", "dp": "#b23a48", "cp": "#2e7d55", "tp": "#c77d0a", "ep": "#6a4c93"}
 DARK, MIDDLE, LIGHT, FAINT = "#0b3c5d", "#6fa8c9", "#d6e6f0", "#e6e6e6"  # apart in greyscale too
 PIXELS = 100  # per inch: nine inches are the width of a README
 
@@ -144,64 +145,59 @@ def grid_of_07(args, device):
     return {"groups": groups, "holds": holds, "sent": five.sent_by_axis(ledger, grid)}
 
 
-def runs(parts):
-    """Consecutive numbers as (first, length): [0, 1, 4] is [(0, 2), (4, 1)]."""
-    starts = [k for k in parts if k - 1 not in parts]
-    return [(k, next(n for n in range(1, len(parts) + 1) if k + n not in parts)) for k in starts]
-
-
-def link(axes, left, right, height, **look):
-    """An arc above two ranks. Returns where its top is."""
-    points = [(left, 0.55), (left, 0.55 + height), (right, 0.55 + height), (right, 0.55)]
-    codes = [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4]
-    axes.add_patch(PathPatch(Curve(points, codes), fc="none", capstyle="butt", **look))
-    return (left + right) / 2, 0.55 + 0.75 * height
+def spans(numbers):
+    """Sorted numbers as words: [0, 1, 2, 9] is "0-2, 9"."""
+    starts = [k for k in numbers if k - 1 not in numbers]
+    ends = [k for k in numbers if k + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends))
 
 
 def draw_07(path):
-    """Sixteen ranks in a row: links above, rank 0's dark and as wide as what they carry; below, of
-    each thing that an axis splits, the part that each rank holds."""
+    """The 16 ranks of 07's default run as a table: pp and dp by row, cp and tp by column. A chip
+    of one colour marks the ranks of each of rank 0's groups; the list says what rank 0 sends."""
     found = on_ranks(grid_of_07, five.options(["--timeout", "120"]))
     groups, holds, sent = found["groups"], found["holds"], found["sent"]
-    n, most = len(holds), max(sent.values())
-    figure = Figure(figsize=(9, 5.2))
+    peers = {axis: next(ranks for ranks in rows if 0 in ranks) for axis, rows in groups.items()}
+    figure = Figure(figsize=(9, 4.2))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-4.15, 22.1), ylim=(-6.1, 5.6))
+    axes.set(xlim=(0, 18), ylim=(8.4, 0))
     axes.set_axis_off()
-    axes.text(-4.0, 5.05, "Five ways to split one training step, on one grid of 16 ranks", size=13)
-    high = lambda first, last: 0.95 * (last - first) ** 0.75
-    for ranks in (ranks for rows in groups.values() for ranks in rows if 0 not in ranks):
-        link(axes, ranks[0], ranks[-1], high(ranks[0], ranks[-1]), lw=0.7, ec="#cccccc")
-    for k, (axis, rows) in enumerate(groups.items()):
-        (own,) = (ranks for ranks in rows if 0 in ranks)
-        lower, ls = (0.6, (0, (2, 1))) if axis == "ep" else (1.0, "-")  # its peers are cp's too
-        look = dict(lw=0.8 + 3.5 * (sent[axis] / most) ** 0.5, ec=DARK, ls=ls)
-        ends = 0.16 * (k - 2), own[-1] + (0.2 if axis == "cp" else -0.1)
-        x, top = link(axes, *ends, lower * high(own[0], own[-1]), **look)
-        box = dict(fc="white", ec="none", pad=0.8)
-        axes.text(x, top, axis, size=9, ha="center", va="center", bbox=box)
-    for rank, parts in enumerate(holds):
-        axes.add_patch(_box(rank - 0.42, -0.3, 0.84, 0.8, DARK if rank == 0 else LIGHT))
-        ink = "white" if rank == 0 else "black"
-        axes.text(rank, 0.08, rank, color=ink, size=10, ha="center", va="center")
-        for row, axis in enumerate(AXES):
-            mine, whole = parts[axis]
-            bottom, scale = -1.32 - 0.9 * row, 0.84 / whole
-            axes.add_patch(_box(rank - 0.42, bottom, 0.84, 0.55, FAINT))
-            for first, length in runs(mine):
-                left = rank - 0.42 + first * scale
-                axes.add_patch(_box(left, bottom, length * scale, 0.55, MIDDLE if rank else DARK))
-    axes.text(-4.0, 0.08, "rank", size=10, va="center")
-    for row, (axis, (splits, moves)) in enumerate(AXES.items()):
-        middle = -1.05 - 0.9 * row
-        axes.text(-4.0, middle, axis, size=10, weight="bold", va="center")
-        axes.text(-3.25, middle, splits, size=8.5, va="center")
-        axes.text(n - 0.2, middle + 0.17, f"{sent[axis] / 1000:,.1f} kB", size=9.5, va="center")
-        axes.text(n - 0.2, middle - 0.2, moves, size=7.5, va="center", color="0.25")
-    axes.text(n - 0.2, 0.08, "sent by rank 0 in a step", size=8.5, va="center")
-    note = "dark: what rank 0 holds and whom it sends to (dashed: ep, over the plane dp x cp); "
-    axes.text(-4.0, -5.65, note + "the wider a link, the more bytes. From 07_5d.py's default run.",
-              size=8, color="0.25")  # fmt: skip
+    axes.text(0.3, 0.55, "07_5d.py: 16 ranks, five axes", size=13, va="center")
+    axes.text(0.3, 1.05, "pp 2 x dp 2 x cp 2 x tp 2, experts over dp x cp", size=9, color="0.25")
+    left, top, wide, high = 3.6, 2.7, 1.75, 1.22
+    for line in range(4):
+        pp_dp = holds[4 * line]
+        words = f"layers {spans(pp_dp['pp'][0])}\nsequences {spans(pp_dp['dp'][0])}"
+        name = f"pp {line // 2}  dp {line % 2}"
+        axes.text(0.3, top + high * (line + 0.32), name, size=9.5, weight="bold", va="center")
+        axes.text(0.3, top + high * (line + 0.66), words, size=7.5, va="center")
+        cp_tp = holds[line]
+        tokens = spans(cp_tp["cp"][0]).replace(", ", "\nand ")
+        words = f"heads {spans(cp_tp['tp'][0])}\ntokens {tokens}"
+        name = f"cp {line // 2}  tp {line % 2}"
+        axes.text(left + wide * (line + 0.5), 1.62, name, size=9.5, weight="bold", ha="center")
+        axes.text(left + wide * (line + 0.5), 1.72, words, size=7, ha="center", va="top")
+    for rank, (row, column) in enumerate(itertools.product(range(4), range(4))):
+        x, y = left + wide * column, top + high * row
+        axes.add_patch(_box(x + 0.04, y + 0.04, wide - 0.08, high - 0.08, FAINT))
+        axes.text(x + 0.15, y + 0.38, rank, size=11, va="center", weight="bold")
+        chips = [axis for axis in AXES if rank in peers[axis]]
+        for k, axis in enumerate(chips):
+            at = x + 0.62 + 0.54 * (k % 2), y + 0.14 + 0.36 * (k // 2)
+            axes.add_patch(_box(*at, 0.5, 0.3, COLOURS[axis]))
+            axes.text(at[0] + 0.25, at[1] + 0.16, axis, size=7.5, color="white",
+                      ha="center", va="center")  # fmt: skip
+    axes.text(11.2, 2.1, "rank 0's group", size=8.5, color="0.25")
+    axes.text(16.0, 2.1, "sends in a step", size=8.5, color="0.25")
+    for k, (axis, (splits, moves)) in enumerate(AXES.items()):
+        y = 2.75 + 1.0 * k
+        axes.add_patch(_box(11.2, y - 0.25, 0.6, 0.42, COLOURS[axis]))
+        axes.text(11.5, y - 0.03, axis, size=9, color="white", ha="center", va="center")
+        axes.text(12.0, y - 0.12, f"ranks {', '.join(map(str, peers[axis]))}", size=9, va="center")
+        axes.text(12.0, y + 0.32, f"{splits}: {moves}", size=7.5, color="0.25", va="center")
+        axes.text(16.0, y - 0.12, f"{sent[axis] / 1000:,.1f} kB", size=9, va="center")
+    note = "A chip marks a rank of rank 0's group. Bytes: of rank 0, one step, priced as a ring."
+    axes.text(0.3, 8.0, note, size=8, color="0.25")
     with recorded(path) as data:
         figure.savefig(path)
     return data
