@@ -4,8 +4,8 @@
     python tests/guide.py --write    write GUIDE.md
 
 The map is tests/guide_map.toml. In its text, {01_dp} becomes a link to the file,
-{01_dp.DataParallel.no_sync} a link to the line of that definition, and {07_5d --order} a link to the
-line of that flag. A name that does not exist raises KeyError.
+{01_dp.DataParallel.no_sync} a link to the line of that definition, and {07_5d --order} a link
+to the line of that flag. A name that does not exist raises KeyError.
 """
 
 import ast

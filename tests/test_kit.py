@@ -97,9 +97,12 @@ def test_a_call_without_a_price_raises_and_the_real_calls_come_back():
     (kit.Row("wrong as predicted", 0.5, wrong=0.5), True),
     (kit.Row("wrong otherwise", 0.51, wrong=0.5), False),
     (kit.Row("not wrong at all", 0.0, wrong=0.5), False),
+    (kit.Row("inside its bound", 0.03, bound=(0.01, 0.04)), True),
+    (kit.Row("over its bound", 0.05, bound=(0.01, 0.04)), False),
+    (kit.Row("loses nothing, as if it did nothing", 0.0, bound=(0.01, 0.04)), False),
 ])  # fmt: skip
 def test_a_row_that_is_not_as_claimed_on_any_one_rank_fails_the_table_on_all(row, holds):
-    fine = kit.Row("fine", 0.0, wrong=row.wrong)
+    fine = kit.Row("fine", row.wrong or (row.bound or [0.0])[0], wrong=row.wrong, bound=row.bound)
     table = lambda: kit.prove([row if dist.get_rank() == 1 else fine], CPU)
     assert on_ranks(2, table) == [int(not holds)] * 2
 
