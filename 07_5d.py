@@ -32,8 +32,8 @@ PP 16, EP 64 and no TP.
 Questions  Q7.1 ** which ranks form a group?          Q7.2 *** over whom is a gradient summed?
            Q7.3 ** how often is an element counted?   Q7.4 ** which ranks skip a step?
 """
-# n ranks · m micro-batches · B sequences · b sequences of this rank · S tokens of a sequence ·
-# s tokens of this rank · D width · V vocabulary · E experts · P parameters
+# n ranks · r this rank · m micro-batches · B sequences · b sequences of this rank
+# S tokens of a sequence · s tokens of this rank · D width · E experts · P parameters
 
 import importlib
 import math
@@ -383,10 +383,11 @@ class Model:
 def make_schedule(args, stages):
     """The lists of the schedule for `stages` ranks of pp. Raises ValueError as its generator does;
     the generator's --ranks are --pp here."""
+    theirs, ours = "--ranks", "--pp"
     try:
         return pp.SCHEDULES[args.schedule](stages, args.micro_batches)
     except ValueError as refusal:
-        raise ValueError(str(refusal).replace("--ranks", "--pp")) from None
+        raise ValueError(str(refusal).replace(theirs, ours)) from None
 
 
 def n_stages(args):
