@@ -1,38 +1,38 @@
-"""03 · Tensor parallel: matrices cut in pairs, one sum a pair
+"""03 · Tensor parallel: each rank holds a part of every matrix
 
-Cut the first matrix of a pair by its outputs and the second by its inputs. A rank then takes its
-heads, or its part of the hidden units, all the way alone, and what the ranks end with adds up: two
-matrices, one sum. Between pairs all ranks hold the same tokens; with sequence parallelism (SP) each
-holds 1/n of them there, for norms, dropout and the residual stream, and the sum leaves it those.
+Split the first matrix of a pair by columns: each rank computes its own heads or hidden units from
+the full input, with no communication. Split the second matrix by rows: each rank's result is a
+partial sum, and one all-reduce adds the partial sums. With sequence parallelism (SP) the all-reduce
+becomes a reduce-scatter: between two pairs each rank then holds S/n tokens, for the norms and the
+residual stream.
 
-    x ── f ──┬── W_up, outputs of rank 0 ── silu ── W_down, those inputs ──┬── g ── x'
-             └── W_up, outputs of rank 1 ── silu ── W_down, those inputs ──┘
+    x ──┬── columns of W_up on rank 0 ── silu ── rows of W_down on rank 0 ──┬── sum ── y
+        └── columns of W_up on rank 1 ── silu ── rows of W_down on rank 1 ──┘
 
-    ladder      f: forward, backward          g: forward, backward    sent   kept, per token
-    off         nothing, all-reduce           all-reduce, nothing       8    4D + 2       + R/n
-    keep        all-gather, reduce-scatter    the reverse               8    (2D + 2)/n + 2D + R/n
-    regather    and all-gather once more      the reverse              10    (4D + 2)/n   + R/n
-    overlap     as regather, in chunks that travel while others are multiplied
-    sent: by a rank for a layer, in (n-1)/n · B·S·D.  R = 2(H + K)d + H + 4F: q, k, v, the result
-    and its normaliser (K at least n: heads are copied); gate, up, silu, product.
-    Held: 1/n of each matrix, all of norms.
+    rung        before a pair: forward, backward     after a pair: forward, backward    sent
+    off         nothing, all-reduce                  all-reduce, nothing                8
+    keep        all-gather, reduce-scatter           reduce-scatter, all-gather         8
+    regather    as keep; backward gathers x again    as keep                            10
+    overlap     as regather, in chunks that travel while other chunks are multiplied    10
+    sent: by a rank, for a layer and a step, in units of (n-1)/n · B·S·D elements
+    held: 1/n of each matrix; all of each norm; what is kept for backward: see saved_bytes()
 
     python 03_tp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 03_tp.py     the same, started by torchrun
 
 Guide: Tensor Parallelism · TP requires divisibility · Sequence parallelism · Megatron-LM TP, SP and
-CP in detail · Sequence-parallel activation memory. Not so there: nothing is summed between the two
-matmuls; 80 layers take 320 all-reduces a step, not 160, and 80 GiB of payload, not 40; SP as such
-adds no byte, its second gathering a quarter, without which activations do not fall to 1/n; fewer
-key/value heads than ranks do not cap n: they are copied.
+CP in detail · Sequence-parallel activation memory. The guide differs in four places. Nothing is
+summed between the two products of a pair. 80 layers take 320 all-reduces in a step, not 160. SP
+sends as much as the all-reduces; only gathering x again adds a quarter. Fewer key/value heads than
+ranks do not limit n, because heads can be copied.
 
-Questions  Q3.1 ** who adds d_x?            Q3.2 * when is the bias added?  Q3.3 * whose token?
-           Q3.4 ** which sums of a row?     Q3.5 ** who saw which tokens?   Q3.6 *** when to wait?
+Questions  Q3.1 ** what happens to x before the columns?   Q3.2 * where is a row's bias added?
+           Q3.3 ** which row of the table is a token's?    Q3.4 ** which numbers need all columns?
+           Q3.5 ** which gradients are only a part?        Q3.6 *** when may a rank wait?
 """
-# B sequences · S tokens, s = S/n on this rank · D width · H heads, K key/value heads, of width d
-# F hidden units, f = F/n here · V vocabulary, v = V/n, rounded up, here · n ranks, r one of them
+# n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
+# H query heads · K key/value heads · d width of a head · F hidden units · V vocabulary
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,14 +43,14 @@ from torch import nn
 
 __all__ = [
     "Attention", "ColumnParallelLinear", "MLP", "RMSNorm", "RowParallelLinear",
-    "VocabParallelEmbedding", "causal", "copy_to_ranks", "dropout", "gather_sequence",
-    "gather_whole", "join_sequence", "load_whole", "reduce_from_ranks", "scatter_sequence", "shard",
-    "shard_specs", "split_sequence", "sum_replicated_gradients", "unshard",
-    "vocab_parallel_cross_entropy",
+    "VocabParallelEmbedding", "causal", "check_divides", "check_heads", "clip_grad_norm",
+    "copy_to_ranks", "dropout", "gather_sequence", "gather_whole", "join_sequence", "load_whole",
+    "reduce_from_ranks", "scatter_sequence", "shard", "shard_specs", "split_sequence",
+    "sum_replicated_gradients", "unshard", "vocab_parallel_cross_entropy",
 ]  # fmt: skip
 
 
-# ── the serial twin ──────────────────────────────────────────────────────────────────────────
+# ── the serial twin: the same model on one process, in plain torch ───────────────────────────
 
 
 @dataclass(frozen=True)
@@ -61,134 +61,785 @@ class Config:
     heads: int = 8
     kv_heads: int = 4
     hidden: int = 384
-    V: int = 257  # bytes and an end of text: a vocabulary that no n divides
+    V: int = 257  # 256 bytes and an end of text: no n divides this vocabulary
     layers: int = 2
     bias: bool = False
     tied: bool = True
-    dropout: float = 0.0
-    smoothing: float = 0.0
 
 
-def whole_mask(shape, p, key):
-    """What dropout keeps of a whole tensor, on any rank: True with probability 1 - p."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(key)) >= p
+class Twin(nn.Module):
+    """The whole model, from tokens (B, S) to logits (B, S, V). Its names are LanguageModel's."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c, self.d = c, c.D // c.heads
+        linear = lambda n_in, n_out: nn.Linear(n_in, n_out, bias=c.bias)
+        self.embedding, self.blocks = nn.Embedding(c.V, c.D), nn.ModuleList()
+        for _ in range(c.layers):
+            qkv, out = linear(c.D, (c.heads + 2 * c.kv_heads) * self.d), linear(c.D, c.D)
+            gate_up, down = linear(c.D, 2 * c.hidden), linear(c.hidden, c.D)
+            parts = {"norm1": nn.RMSNorm(c.D, eps=1e-6), "norm2": nn.RMSNorm(c.D, eps=1e-6)}
+            parts["attention"] = nn.ModuleDict({"qkv": qkv, "out": out})
+            parts["mlp"] = nn.ModuleDict({"gate_up": gate_up, "down": down})
+            self.blocks.append(nn.ModuleDict(parts))
+        self.norm, self.head = nn.RMSNorm(c.D, eps=1e-6), nn.Linear(c.D, c.V, bias=False)
+        for param in self.parameters():  # norms of one and biases of zero would hide mistakes
+            mean, std = (1.0, 0.1) if param.dim() == 1 else (0.0, param.shape[1] ** -0.5)
+            nn.init.normal_(param, mean, std)
+        if c.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x_BS):
+        x = self.embedding(x_BS)
+        for block in self.blocks:
+            x = x + self.attend(block.norm1(x), **block.attention)
+            gate, up = block.mlp.gate_up(block.norm2(x)).chunk(2, -1)
+            x = x + block.mlp.down(F.silu(gate) * up)
+        return self.head(self.norm(x))
+
+    def attend(self, x, qkv, out):
+        S, H, K = x.shape[1], self.c.heads, self.c.kv_heads
+        q, k, v = qkv(x).unflatten(-1, (-1, self.d)).transpose(1, 2).split([H, K, K], 1)
+        rates = 1e4 ** (-torch.arange(0, self.d, 2, dtype=torch.float64) / self.d)
+        turn = torch.exp(1j * torch.arange(S)[:, None] * rates).to(x.device)
+        q, k = (torch.complex(*t.chunk(2, -1)) * turn for t in (q, k))
+        q, k = (torch.cat([t.real, t.imag], -1) for t in (q, k))
+        k, v = (t.repeat_interleave(H // K, 1) for t in (k, v))
+        future = torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1)
+        p = (q @ k.mT / self.d**0.5).masked_fill(future, -torch.inf).softmax(-1)
+        return out((p @ v).transpose(1, 2).flatten(2))
 
 
-def serial_logits(w, c, x_BS, step=0):
-    """Tokens (B, S) to logits (B, S, V) on one process, from whole weights by name."""
-    S, groups, d = x_BS.shape[1], c.heads // c.kv_heads, c.D // c.heads
-    norm = lambda x, name: F.rms_norm(x, (c.D,), w[f"{name}.weight"], eps=1e-6)
-    linear = lambda x, name: F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-    angles = torch.arange(S)[:, None] * 1e4 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None].to(x_BS.device)
-    future = torch.ones(S, S, dtype=torch.bool, device=x_BS.device).triu(1)
+# ── the axis by hand: one pair of matrices, forward and backward ─────────────────────────────
 
-    def rotate(x):
-        turned = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat([turned.real, turned.imag], -1)
-
-    def drop(x, key):
-        return x * whole_mask(x.shape, c.dropout, key).to(x.device) / (1 - c.dropout)
-
-    x = w["embedding.weight"][x_BS]
-    for i in range(c.layers):
-        at, key = f"blocks.{i}", 2 * (step * c.layers + i)
-        qkv = linear(norm(x, f"{at}.norm1"), f"{at}.attention.qkv").unflatten(-1, (-1, d))
-        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], -2)
-        q, k, v = rotate(q), *(t.repeat_interleave(groups, -2) for t in (rotate(k), v))
-        scores = torch.einsum("bshd,bthd->bhst", q, k) / d**0.5
-        p = scores.masked_fill(future, -math.inf).softmax(-1)
-        mixed = torch.einsum("bhst,bthd->bshd", p, v).flatten(2)
-        x = x + drop(linear(mixed, f"{at}.attention.out"), key)
-        gate, up = linear(norm(x, f"{at}.norm2"), f"{at}.mlp.gate_up").chunk(2, -1)
-        x = x + drop(linear(F.silu(gate) * up, f"{at}.mlp.down"), key + 1)
-    return norm(x, "norm") @ w["embedding.weight" if c.tied else "head.weight"].T
+#             W_up by columns               W_down by rows
+#           ┌─────┬─────┬─────┐            ┌─────────────┐
+#           │     │     │     │            │     W1      │  partial sum of rank 1 ─┐
+#     x ──  │ W1  │ ... │ Wn  │ ── relu ── ├─────────────┤          ...           ─┼─ all-reduce ─ y
+#           │     │     │     │            │     Wn      │  partial sum of rank n ─┘
+#           └─────┴─────┴─────┘            └─────────────┘
+#
+# Example: n = 2, D = 1, two hidden units, x = 3, W_up = [1 2], W_down = [10; 100], d_y = 1.
+#             rank 0          rank 1           all-reduce   one process
+#     h       3·1 = 3         3·2 = 6
+#     y       3·10 = 30       6·100 = 600      630          3·10 + 6·100 = 630
+#     d_h     1·10 = 10       1·100 = 100
+#     d_x     10·1 = 10       100·2 = 200      210          10·1 + 100·2 = 210
+#     d_up    10·3 = 30       100·3 = 300                   [30 300]
 
 
-def serial_step(w, c, x_BS, y_BS):
-    """The twin's loss, in nats per label that counts (not -100), and {name: gradient}."""
-    w = {name: value.detach().clone().requires_grad_() for name, value in w.items()}
-    logits_BSV = serial_logits(w, c, x_BS)
-    loss = F.cross_entropy(
-        logits_BSV.flatten(0, 1), y_BS.flatten(), label_smoothing=c.smoothing, reduction="sum"
-    ) / (y_BS != -100).sum()
-    return loss.detach(), dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
+def mlp_by_hand(x_BSD, up_fD, down_Df, d_y_BSD, group):
+    """Compute y = relu(x W_up) W_down and all its gradients: (y, d_x, d_up, d_down).
+
+    This rank holds f hidden units: their columns of W_up and their rows of W_down. torch stores a
+    matrix as (outputs, inputs), so the columns of W_up are the rows of up_fD.
+    """
+    h_BSf = (x_BSD @ up_fD.T).relu()  # column parallel: every rank has all of x
+    y_BSD = h_BSf @ down_Df.T  # row parallel: the sum over this rank's units alone
+    # all_reduce(SUM) over tp, B·S·D: every rank now holds the sum over all units
+    dist.all_reduce(y_BSD, group=group)
+
+    d_h_BSf = d_y_BSD @ down_Df * (h_BSf > 0)  # every rank has all of d_y
+    d_x_BSD = d_h_BSf @ up_fD  # what this rank's units alone ask of x
+    # all_reduce(SUM) over tp, B·S·D: every rank now holds what all units ask of x
+    dist.all_reduce(d_x_BSD, group=group)
+    d_up_fD = torch.einsum("BSf,BSD->fD", d_h_BSf, x_BSD)
+    d_down_Df = torch.einsum("BSD,BSf->Df", d_y_BSD, h_BSf)
+    return y_BSD, d_x_BSD, d_up_fD, d_down_Df
 
 
-# ── who holds what ───────────────────────────────────────────────────────────────────────────
+# ── the collectives, in pairs: what one does forward, its partner does backward ──────────────
+
+
+def all_reduce(x, group):
+    """The sum of x over the ranks. x itself stays: in backward, others may read that gradient."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    # all_reduce(SUM) over tp, B·S·D: every rank now holds the whole sum
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def start_all_gather(x_BsD, group):
+    """Send this rank's tokens. Returns a function that waits for all tokens, as (n, B, s, D)."""
+    parts = x_BsD.new_empty(dist.get_world_size(group) * len(x_BsD), *x_BsD.shape[1:])
+    # all_gather over tp, B·s·D from each: every rank will hold all tokens
+    work = dist.all_gather_single(parts, x_BsD.contiguous(), group=group, async_op=True)
+
+    def wait():
+        work.wait()
+        return parts.unflatten(0, (-1, len(x_BsD)))
+
+    return wait
+
+
+def start_reduce_scatter(x_nBsD, group):
+    """Send each rank its tokens. Returns a function that waits for the sum of this rank's tokens,
+    (B, s, D)."""
+    parts = x_nBsD.flatten(0, 1).contiguous()
+    if dist.get_backend(group) == "gloo":  # gloo's reduce_scatter sends twice as much, and blocks
+        sums = torch.empty_like(parts)
+        # all_to_all over tp, B·s·D to each: every rank will hold n parts of its tokens, to add
+        work = dist.all_to_all_single(sums, parts, group=group, async_op=True)
+    else:
+        sums = parts.new_empty(x_nBsD.shape[1:])
+        # reduce_scatter(SUM) over tp, B·S·D: every rank will hold the sum of its tokens
+        work = dist.reduce_scatter_single(sums, parts, group=group, async_op=True)
+
+    def wait():
+        work.wait()
+        return sums.view(-1, *x_nBsD.shape[1:]).sum(0)
+
+    return wait
+
+
+def by_rank(x_BSD, group):
+    """(B, S, D) as (n, B, s, D). Raises ValueError if n does not divide S, before any call."""
+    check_divides(dist.get_world_size(group), sequence=x_BSD.shape[1])
+    return rearrange(x_BSD, "B (n s) ... -> n B s ...", n=dist.get_world_size(group))
+
+
+def all_gather(x_BsD, group):
+    """The tokens of all ranks, (B, S, D), from each rank's (B, s, D)."""
+    return rearrange(start_all_gather(x_BsD, group)(), "n B s ... -> B (n s) ...")
+
+
+def reduce_scatter(x_BSD, group):
+    """This rank's tokens (B, s, D) of the sum of all ranks' (B, S, D)."""
+    return start_reduce_scatter(by_rank(x_BSD, group), group)()
+
+
+def split(x_BSD, group):
+    """This rank's tokens (B, s, D) of (B, S, D)."""
+    return by_rank(x_BSD, group)[dist.get_rank(group)].contiguous()
+
+
+def identity(x, group):
+    """x unchanged."""
+    return x
+
+
+def pair(forward, backward, save=False):
+    """A function of (x, group) whose gradient is `backward` of the gradient of its result. If save,
+    its node keeps x."""
+
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            ctx.save_for_backward(*[x] * save)
+            return forward(x, group)
+
+        @staticmethod
+        def backward(ctx, d_y):
+            return backward(d_y, ctx.group), None
+
+    return Pair.apply
+
+
+# The first two are tensor parallelism: f before the columns, g after the rows (Shoeybi et al.,
+# arXiv:1909.08053, section 3). With SP the next two stand in their places (Korthikanti et al.,
+# arXiv:2205.05198, section 4.2). The last two are for tokens that every rank uses in the same way.
+#
+#                        forward         backward
+copy_to_ranks     = pair(identity,       all_reduce)      # f: each rank has a part of d_x
+reduce_from_ranks = pair(all_reduce,     identity)        # g: each rank's part has the sum's d_y
+gather_sequence   = pair(all_gather,     reduce_scatter)  # (B, s, D) to (B, S, D), in place of f
+scatter_sequence  = pair(reduce_scatter, all_gather)      # (B, S, D) to (B, s, D), in place of g
+split_sequence    = pair(split,          all_gather)      # (B, S, D) to (B, s, D)
+join_sequence     = pair(all_gather,     split)           # (B, s, D) to (B, S, D)  # fmt: skip
+
+
+# ── the ladder: column parallel and row parallel, x (B, S, D) to y (B, S, D) ─────────────────
+
+
+def column_parallel(x_BSD, weight, group):
+    """Multiply by this rank's columns of W: weight is (outputs of this rank, D)."""
+    # Q3.1 ** Every rank already has all of x. What must still be done to x before the product?
+    #         hint: this rank's outputs give a part of d_x, and the layer below needs the whole d_x
+    x_BSD = copy_to_ranks(x_BSD, group)
+    return F.linear(x_BSD, weight)
+    # /Q3.1
+
+
+def row_parallel(x, weight, group):
+    """Multiply by this rank's rows of W, and add the partial sums of all ranks."""
+    partial_BSD = F.linear(x, weight)
+    return reduce_from_ranks(partial_BSD, group)
+
+
+def column_parallel_sp(x_BsD, weight, group):
+    """column_parallel() for an x of which each rank holds s tokens."""
+    x_BSD = gather_sequence(x_BsD, group)
+    return F.linear(x_BSD, weight)
+
+
+def row_parallel_sp(x, weight, group):
+    """row_parallel() that leaves each rank the sum of its s tokens."""
+    partial_BSD = F.linear(x, weight)
+    return scatter_sequence(partial_BSD, group)
+
+
+# The rung above keeps the gathered x of every layer for backward, because the gradient of the
+# weight needs it. The next rung keeps this rank's tokens and gathers them a second time. torch lets
+# a block of code say what a graph keeps: `keep` sees each tensor that autograd wants to save, and
+# `restore` returns the tensor when backward asks for it. The tokens themselves are saved by the
+# node of the gathering, so that activation checkpoints and offloading see them like any others.
+
+
+gather_and_save = pair(all_gather, reduce_scatter, save=True)
+
+
+def column_parallel_regather(x_BsD, weight, group):
+    """column_parallel_sp() that keeps s tokens instead of S."""
+    x_BsD = to_autocast_dtype(x_BsD)
+    x_BSD = gather_and_save(x_BsD, group)
+    node, storage = x_BSD.grad_fn, x_BSD.untyped_storage().data_ptr()
+    if node is None:  # x needs no gradient
+        return F.linear(x_BSD, weight)
+
+    def keep(tensor):
+        return tensor.shape if tensor.untyped_storage().data_ptr() == storage else tensor
+
+    def restore(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return all_gather(*node.saved_tensors, group).view(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
+        return F.linear(x_BSD, weight)
+
+
+LADDER = {
+    "off": (column_parallel, row_parallel),
+    "keep": (column_parallel_sp, row_parallel_sp),
+    "regather": (column_parallel_regather, row_parallel_sp),
+}  # and "overlap", below
+
+
+# ── which part of a whole tensor a rank holds ────────────────────────────────────────────────
 
 
 def check_divides(n, **counts):
-    """Raise ValueError, with what would work, where n does not divide one of the counts."""
+    """Raise ValueError, naming what would work, if n does not divide one of the counts."""
     for name, count in counts.items():
         if count % n:
-            fit = [k for k in range(1, count + 1) if count % k == 0]
-            raise ValueError(f"tp {n} does not divide {name} {count}: use one of {fit}")
+            divisors = [k for k in range(1, count + 1) if count % k == 0]
+            raise ValueError(f"tp {n} does not divide {name} {count}: use one of {divisors}")
 
 
 def check_heads(D, heads, kv_heads, n):
-    """Raise ValueError, with what would work, where n ranks cannot share the heads: n divides the
-    heads, and the key/value heads, or they it: then each is copied to n/kv_heads ranks."""
+    """Raise ValueError, naming what would work, if n ranks cannot share the heads. n must divide
+    the query heads. n must also divide the key/value heads, or be a multiple of their number."""
     if D % heads or D // heads % 2 or heads % kv_heads:
         raise ValueError(f"width {D} must be heads {heads} times an even number, and the heads a "
                          f"multiple of key/value heads {kv_heads}")  # fmt: skip
-    fit = [k for k in range(1, heads + 1)
-           if heads % k == 0 and (kv_heads % k == 0 or k % kv_heads == 0)]  # fmt: skip
-    if n not in fit:
+    usable = [k for k in range(1, heads + 1)
+              if heads % k == 0 and (kv_heads % k == 0 or k % kv_heads == 0)]  # fmt: skip
+    if n not in usable:
         raise ValueError(f"tp {n} cannot share {heads} heads and {kv_heads} key/value heads: "
-                         f"use one of {fit}")  # fmt: skip
+                         f"use one of {usable}")  # fmt: skip
 
 
-def shard(whole, spec, n, r):
-    """Rank r's part of a whole tensor.
+# q, k and v are one matrix, so that x is gathered once and multiplied once. A rank needs heads of
+# each of the three. So the matrix is cut block by block, and every block by whole heads.
+# Example: H = 4, K = 2, d = 2 on two ranks. The rows of the matrix, by head:
+#     whole     q0 q0 q1 q1 q2 q2 q3 q3 | k0 k0 k1 k1 | v0 v0 v1 v1   ((4, 2), (2, 2), (2, 2))
+#     rank 0    q0 q0 q1 q1             | k0 k0       | v0 v0
+#     rank 1                q2 q2 q3 q3 |       k1 k1 |       v1 v1
+# whole.chunk(2) would give rank 0 all of q and no v.
 
-    spec: (dim, blocks). Along dim lie blocks, each cut for itself, so that every rank gets a part
-    of q, of k and of v. blocks: how many, all equal, or a (units, width of one) for each. Of fewer
-    units than ranks, all are copied, unit u to ranks from u·n/units on. Where n does not divide the
-    units, zeros follow the last.
+
+def sizes_of(blocks, length):
+    """((units, width of a unit) of each block) of a dimension of this length."""
+    return [(length // blocks, 1)] * blocks if isinstance(blocks, int) else blocks
+
+
+def shard(whole, spec, n, rank):
+    """A rank's part of a whole tensor.
+
+    spec: (dim, blocks). blocks is a number of equal blocks along dim, or a (units, width of a unit)
+    for each block. Each rank gets as many units of every block. If n does not divide the units,
+    zeros follow the last unit. If units are fewer than ranks, each unit goes to n/units ranks.
     """
-    dim, blocks = spec
-    if isinstance(blocks, int):
-        blocks = [(whole.shape[dim] // blocks, 1)] * blocks
-    parts = []
+    (dim, blocks), parts = spec, []
+    blocks = sizes_of(blocks, whole.shape[dim])
     for block, (units, width) in zip(whole.split([u * w for u, w in blocks], dim), blocks):
-        held, first = math.ceil(units / n), r * units // n if units < n else r * -(-units // n)
-        lacking = [size if i != dim else n * held * width for i, size in enumerate(block.shape)]
-        lacking[dim] = max(lacking[dim] - units * width, 0)
-        padded = torch.cat([block, block.new_zeros(lacking)], dim)
-        parts.append(padded.narrow(dim, first * width, held * width))
+        if units < n:  # copy each unit n/units times, then cut as ever
+            block = block.unflatten(dim, (units, width)).repeat_interleave(n // units, dim)
+            block, units = block.flatten(dim, dim + 1), n
+        size = -(-units // n) * width
+        first = min(rank * size, units * width)
+        part = block.narrow(dim, first, min(size, units * width - first))
+        missing = [0, 0] * (whole.dim() - dim - 1) + [0, size - part.shape[dim]]
+        parts.append(F.pad(part, missing))
     return torch.cat(parts, dim)
 
 
-def unshard(parts, spec):
-    """The whole tensor of all ranks' parts: a copy counts once, and what was added is cut off."""
-    (dim, blocks), n = spec, len(parts)
-    if isinstance(blocks, int):
-        blocks = [(parts[0].shape[dim] * n // blocks, 1)] * blocks
-    wholes, sizes = [], [math.ceil(units / n) * width for units, width in blocks]
-    for pieces, (units, width) in zip(zip(*(part.split(sizes, dim) for part in parts)), blocks):
-        once = pieces[:: max(n // units, 1)]
-        wholes.append(torch.cat(once, dim).narrow(dim, 0, units * width))
-    return torch.cat(wholes, dim)
-
-
 def shard_specs(module):
-    """{name: (dim, blocks)}, for shard(), of the parameters that tp cuts. It copies all others."""
-    found = {
+    """{name: (dim, blocks)}, as shard() takes it, of the parameters that tp cuts. Every rank holds
+    all of the others."""
+    specs = {
         f"{prefix}.{name}".lstrip("."): spec
         for prefix, part in module.named_modules()
         for name, spec in getattr(part, "shard_spec", {}).items()
     }
-    return {name: found[name] for name, _ in module.named_parameters() if name in found}
+    return {name: specs[name] for name, _ in module.named_parameters() if name in specs}
+
+
+# ── the layers; `sp` names a rung ────────────────────────────────────────────────────────────
+
+
+class _Sharded(nn.Module):
+    """A layer of which each rank of the group holds a part."""
+
+    def __init__(self, group, sp, specs):
+        super().__init__()
+        if sp not in LADDER:  # sp=False would be taken for a sequence that is split
+            raise ValueError(f"sp={sp!r}: use one of {tuple(LADDER)}")
+        self.group, self.sp, self.shard_spec = group, sp, specs
+        self.column, self.row = LADDER[sp]
+
+    def part(self, whole, spec):
+        """This rank's part of a whole tensor, as a parameter. Every rank draws the whole tensor, so
+        every n starts from the same weights."""
+        n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        return refuse_torchs_clipping(nn.Parameter(shard(whole, spec, n, rank).contiguous()))
+
+
+class ColumnParallelLinear(_Sharded):
+    """x Wᵀ + b with the outputs split over the group: x (B, S, D), with SP (B, s, D), to (B, S,
+    outputs of this rank). `blocks`: see shard(). Raises ValueError if n does not divide the outputs
+    of each block."""
+
+    def __init__(self, n_in, n_out, group, bias=False, sp="off", blocks=1):
+        spec = (0, blocks)
+        super().__init__(group, sp, {"weight": spec, "bias": spec})
+        if isinstance(blocks, int):
+            check_divides(dist.get_world_size(group), outputs=n_out // blocks)
+        self.weight = self.part(torch.randn(n_out, n_in) / n_in**0.5, spec)
+        self.bias = self.part(torch.zeros(n_out), spec) if bias else None
+
+    def forward(self, x):
+        y = self.column(x, self.weight, self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallelLinear(_Sharded):
+    """x Wᵀ + b with the inputs split over the group: x (B, S, inputs of this rank) to (B, S, D),
+    with SP (B, s, D). Every rank holds all of the bias. Raises ValueError if n does not divide the
+    inputs."""
+
+    def __init__(self, n_in, n_out, group, bias=False, sp="off"):
+        super().__init__(group, sp, {"weight": (1, 1)})
+        check_divides(dist.get_world_size(group), inputs=n_in)
+        self.weight = self.part(torch.randn(n_out, n_in) / n_in**0.5, (1, 1))
+        self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
+
+    def forward(self, x):
+        y = self.row(x, self.weight, self.group)
+        # Q3.2 * y is already the sum over the ranks, and every rank holds the bias. Where is the
+        #        bias added, and why not before the sum?
+        #        hint: n times the bias would train as well, and differ from one process
+        if self.bias is not None:
+            y = y + self.bias
+        return y
+        # /Q3.2
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) · w over the width. Every rank holds all of w; with SP it sees only s tokens."""
+
+    def __init__(self, D):
+        super().__init__(D, eps=1e-6)
+
+
+def rotary(x_BShd, positions_S, theta=1e4):
+    """Turn elements i and i + d/2 of each head by the angle position · theta^(-2i/d): RoFormer,
+    arXiv:2104.09864, in the order of Llama."""
+    half, wide = x_BShd.shape[-1] // 2, torch.promote_types(x_BShd.dtype, torch.float32)
+    rates = theta ** -(torch.arange(half, device=x_BShd.device, dtype=wide) / half)
+    angles = positions_S.to(wide)[:, None, None] * rates
+    cos, sin = angles.cos().to(x_BShd.dtype), angles.sin().to(x_BShd.dtype)
+    a, b = x_BShd.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def causal(q_BShd, k_BSkd, v_BSkd):
+    """Attention of each position to itself and those before; h/k queries share a key and value."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BShd, k_BSkd, v_BSkd))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with the heads split over the group. x: as in ColumnParallelLinear,
+    to the same shape. positions_S are those of the gathered tokens.
+
+    attend(q, k, v) gets the heads of this rank: (B, S, H/n, d) and twice (B, S, K/n, d). If K < n,
+    n/K ranks hold copies of a head. Raises ValueError: see check_heads().
+    """
+
+    def __init__(self, D, heads, kv_heads, group, bias=False, sp="off", attend=causal):
+        super().__init__()
+        n, self.d, self.attend = dist.get_world_size(group), D // heads, attend
+        check_heads(D, heads, kv_heads, n)
+        self.heads, self.kv_heads = heads // n, max(kv_heads // n, 1)
+        blocks = tuple((count, self.d) for count in (heads, kv_heads, kv_heads))
+        rows = (heads + 2 * kv_heads) * self.d
+        self.qkv = ColumnParallelLinear(D, rows, group, bias, sp, blocks)
+        self.out = RowParallelLinear(D, D, group, bias, sp)
+
+    def forward(self, x, positions_S):
+        qkv = self.qkv(x).unflatten(-1, (-1, self.d))
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
+        q, k = rotary(qk, positions_S).split([self.heads, self.kv_heads], 2)
+        y = self.attend(q, k, v.contiguous())  # a view would keep all of qkv for backward
+        return self.out(y.flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU, down(silu(gate(x)) · up(x)), with the hidden units split over the group. Gate and up
+    are one matrix of two blocks, so that a rank holds the same units of both."""
+
+    def __init__(self, D, hidden, group, bias=False, sp="off"):
+        super().__init__()
+        check_divides(dist.get_world_size(group), hidden=hidden)
+        self.gate_up = ColumnParallelLinear(D, 2 * hidden, group, bias, sp, blocks=2)
+        self.down = RowParallelLinear(hidden, D, group, bias, sp)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+# ── the two ends: embedding and loss over a vocabulary that is split ─────────────────────────
+
+
+def local_rows(ids, V, v, group):
+    """(rows, held): the row of each id among this rank's v rows of a table of V, and whether this
+    rank holds it; row 0 if not. Raises IndexError for an id that no rank holds."""
+    if ids.numel() and not 0 <= ids.min() <= ids.max() < V:
+        raise IndexError(f"ids from {ids.min()} to {ids.max()}, in a vocabulary of {V}")
+    # Q3.3 ** Rank r holds the rows r·v to (r + 1)·v - 1. Which of its v rows belongs to an id?
+    #         hint: an index must be valid even where its row is masked out afterwards
+    rows = ids - dist.get_rank(group) * v
+    held = (rows >= 0) & (rows < v)
+    return rows.where(held, 0), held
+    # /Q3.3
+
+
+class VocabParallelEmbedding(_Sharded):
+    """Tokens (B, S) to (B, S, D), with SP (B, s, D). Each rank holds v of the V rows; if n does not
+    divide V, rows of zeros follow the last. A tied head uses the same `weight`."""
+
+    def __init__(self, V, D, group, sp="off"):
+        spec = (0, ((V, 1),))
+        super().__init__(group, sp, {"weight": spec})
+        if V < dist.get_world_size(group):
+            raise ValueError(f"tp {dist.get_world_size(group)} is larger than the vocabulary, {V}")
+        self.V, self.weight = V, self.part(torch.randn(V, D) / D**0.5, spec)
+
+    def forward(self, x_BS):
+        rows, held = local_rows(x_BS, self.V, len(self.weight), self.group)
+        partial_BSD = F.embedding(rows, self.weight).masked_fill(~held[..., None], 0)
+        combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
+        return combine(partial_BSD, self.group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """
+    forward   all_reduce(MAX) of one number per token, then all_reduce(SUM) of two
+    backward  nothing moves
+    """
+
+    @staticmethod
+    def forward(ctx, logits_BSv, labels_BS, V, group, ignore_index):
+        z = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32), copy=True)
+        v, counted = z.shape[-1], labels_BS != ignore_index
+        z[..., max(V - dist.get_rank(group) * v, 0) :] = -torch.inf  # rows that only fill up
+        rows, held = local_rows(labels_BS.where(counted, 0), V, v, group)
+        top_BS = z.amax(-1)
+        # Q3.4 ** A rank has v of the V logits of a token. Which numbers need all V of them?
+        #         hint: loss = log Σ exp(z - top) - (z_label - top), and one rank has the label
+        # all_reduce(MAX) over tp, B·S: every rank now subtracts the same number
+        dist.all_reduce(top_BS, op=dist.ReduceOp.MAX, group=group)
+        z -= top_BS[..., None]
+        label = z.gather(-1, rows[..., None])[..., 0].masked_fill(~held, 0)
+        p = z.exp_()
+        sums = torch.stack([p.sum(-1), label])
+        # all_reduce(SUM) over tp, 2·B·S: the normaliser, and the logit of the label
+        dist.all_reduce(sums, group=group)
+        # /Q3.4
+        ctx.save_for_backward(p.div_(sums[0][..., None]), rows, held, counted)
+        ctx.dtype = logits_BSv.dtype
+        return (sums[0].log() - sums[1]) * counted
+
+    @staticmethod
+    def backward(ctx, d_loss_BS):
+        p, rows, held, counted = ctx.saved_tensors
+        d_z = p.scatter_add(-1, rows[..., None], -held[..., None].to(p.dtype))
+        d_z *= (d_loss_BS * counted)[..., None]
+        return d_z.to(ctx.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(logits_BSv, labels_BS, V, group, ignore_index=-100):
+    """The loss (B, S) of each label, from this rank's v logits of each token. V is the true
+    vocabulary. An ignored label's loss is 0: sum, and divide by the labels that count."""
+    return _CrossEntropy.apply(logits_BSv, labels_BS, V, group, ignore_index)
+
+
+# ── the model, and the gradients that its parts leave to add ─────────────────────────────────
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on a normed copy of the residual stream: x to its own shape."""
+
+    def __init__(self, c, group, sp):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(c.D), RMSNorm(c.D)
+        self.attention = Attention(c.D, c.heads, c.kv_heads, group, c.bias, sp)
+        self.mlp = MLP(c.D, c.hidden, group, c.bias, sp)
+
+    def forward(self, x, positions_S):
+        x = x + self.attention(self.norm1(x), positions_S)
+        return x + self.mlp(self.norm2(x))
+
+
+class LanguageModel(nn.Module):
+    """Tokens and labels (B, S) to the loss of each label (B, S). Raises Disagreement if the ranks
+    of the group were given different configurations."""
+
+    def __init__(self, c, group, sp="off"):
+        super().__init__()
+        agree([f"{c}, sp {sp}"], group)
+        self.c, self.group, self.sp = c, group, sp
+        self.embedding = VocabParallelEmbedding(c.V, c.D, group, sp)
+        self.blocks = nn.ModuleList(Block(c, group, sp) for _ in range(c.layers))
+        self.norm = RMSNorm(c.D)
+        self.head = ColumnParallelLinear(c.D, c.V, group, sp=sp, blocks=((c.V, 1),))
+        if c.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x_BS, y_BS):
+        positions_S = torch.arange(x_BS.shape[1], device=x_BS.device)
+        x = self.embedding(x_BS)
+        for block in self.blocks:
+            x = block(x, positions_S)
+        return vocab_parallel_cross_entropy(self.head(self.norm(x)), y_BS, self.c.V, self.group)
+
+
+@torch.no_grad()
+def sum_replicated_gradients(module, group, sp):
+    """Add up over tp the gradients of which each rank has a part. Call it once a step, after the
+    last backward. A second call changes nothing; a call after a gradient changed once more raises
+    ValueError.
+
+    With SP, each rank's copy of a norm or a row-parallel bias saw only this rank's tokens. Without
+    SP every copy saw all tokens, and has the whole gradient. Copied heads: see copied_heads().
+    """
+    n, rank, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
+    partial = []  # (gradient, the rows of it to add, the number of different copies of the rows)
+    for name, param in module.named_parameters():
+        gradient = param.grad
+        if gradient is None or is_summed(gradient, name):
+            continue
+        # Q3.5 ** A norm or a bias is on every rank. When is its gradient only a part of the sum?
+        #         hint: which tokens did this rank's copy see, with SP and without?
+        if name not in specs and sp != "off":
+            partial.append((gradient, gradient, 1))
+        # /Q3.5
+        partial += [(gradient, *heads) for heads in copied_heads(gradient, specs.get(name), n)]
+    if not partial:
+        return
+    slots = [rows.new_zeros(K, *rows.shape) for _, rows, K in partial]
+    for slot, (_, rows, K) in zip(slots, partial):
+        slot[rank * K // n] = rows
+    flat = torch.cat([slot.flatten() for slot in slots])
+    # all_reduce(SUM) over tp, all norms and biases, and K slots of copied heads
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([slot.numel() for slot in slots])
+    for summed, slot, (gradient, rows, K) in zip(sums, slots, partial):
+        rows.copy_(summed.view_as(slot)[rank * K // n])
+        gradient.summed_at = gradient._version
+
+
+# ── what a library adds ──────────────────────────────────────────────────────────────────────
+
+# The last rung cuts a rank's tokens into chunks. A chunk travels while another is multiplied.
+
+CHUNKS = 4
+
+
+def gather_then_multiply(x_BsD, weight_DF, group):
+    """all_gather(x) W and all_gather(x): all chunks leave at once, and each is multiplied when it
+    has arrived."""
+    waits = [start_all_gather(chunk, group) for chunk in x_BsD.chunk(CHUNKS, 1)]
+    gathered, products = [], []
+    for wait in waits:
+        gathered.append(wait())
+        products.append(torch.matmul(gathered[-1], weight_DF))
+    return [rearrange(torch.cat(x, 2), "n B s F -> B (n s) F") for x in (products, gathered)]
+
+
+def multiply_then_scatter(x_BSF, weight_FD, group):
+    """reduce_scatter(x W): each chunk leaves when it is multiplied."""
+    chunks_nBsF = by_rank(x_BSF, group).chunk(CHUNKS, 2)
+    # Q3.6 *** Multiply and send every chunk, and join the sums. When may this rank wait for a sum?
+    #          hint: start_reduce_scatter() sends, and returns a function that waits
+    waits = [start_reduce_scatter(torch.matmul(x, weight_FD), group) for x in chunks_nBsF]
+    return torch.cat([wait() for wait in waits], 1)
+    # /Q3.6
+
+
+class _Overlapped(torch.autograd.Function):
+    """
+              forward                  backward
+    column    gather_then_multiply     multiply_then_scatter, while x is gathered once more
+    row       multiply_then_scatter    gather_then_multiply
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, group, column):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.column = group, column
+        if column:
+            return gather_then_multiply(x, weight.T, group)[0]
+        return multiply_then_scatter(x, weight.T, group)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, weight = ctx.saved_tensors
+        if ctx.column:
+            wait = start_all_gather(x, ctx.group)
+            d_x = multiply_then_scatter(d_y, weight, ctx.group)
+            x = rearrange(wait(), "n B s D -> B (n s) D")
+        else:
+            d_x, d_y = gather_then_multiply(d_y, weight, ctx.group)
+        d_weight = d_y.flatten(0, -2).T @ x.flatten(0, -2)
+        return d_x, d_weight, None, None
+
+
+def overlapped(column):
+    """The rung's column_parallel(), or else its row_parallel()."""
+    return lambda x, weight, group: _Overlapped.apply(
+        to_autocast_dtype(x), to_autocast_dtype(weight), group, column
+    )
+
+
+LADDER["overlap"] = overlapped(column=True), overlapped(column=False)
+
+
+def to_autocast_dtype(x):
+    """x in the dtype that torch.autocast, if it is on, would cast x to for a product. So x travels
+    in that dtype, and the Functions above, which autocast does not look into, get one dtype."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def dropout(x, p, key, group, dim=None):
+    """Dropout as on one process: the mask of the whole tensor is drawn from `key`, and a rank takes
+    its slice along dim; all of the mask if dim is None, where x is the same on every rank. Every
+    place in a model and every step needs a key of its own."""
+    if not p:
+        return x
+    n, rank = (1, 0) if dim is None else (dist.get_world_size(group), dist.get_rank(group))
+    shape = [size * n if i == dim else size for i, size in enumerate(x.shape)]
+    whole = torch.rand(shape, generator=torch.Generator().manual_seed(key)) >= p
+    return x * whole.chunk(n, dim or 0)[rank].to(x.device) / (1 - p)
+
+
+# Fewer key/value heads than ranks: shard() copies each of the K heads to n/K ranks. A copy serves
+# the queries of its rank alone, so its gradient is a part, with SP and without. The ranks add these
+# parts in K slots: each rank puts its part in the slot of its head, and the other slots stay zero.
+
+
+def copied_heads(gradient, spec, n):
+    """[(the rows of copied key and value heads in a gradient, K)], or [] if none is copied."""
+    blocks = spec[1] if spec and not isinstance(spec[1], int) else ()
+    copied = [(units, width) for units, width in blocks if units < n]
+    rows = sum(width for _, width in copied)  # k and v come last
+    return [(gradient[-rows:], copied[0][0])] if copied else []
+
+
+def is_summed(gradient, name):
+    """Whether sum_replicated_gradients() has summed this gradient. Raises ValueError if it has, and
+    the gradient changed afterwards: its old part would be summed twice."""
+    summed_at = getattr(gradient, "summed_at", None)
+    if summed_at not in (None, gradient._version):
+        raise ValueError(f"the gradient of {name} was summed over tp, and has changed since: call "
+                         "sum_replicated_gradients once a step, after the last backward, and "
+                         "zero_grad() before the next step")  # fmt: skip
+    return summed_at is not None
+
+
+@torch.no_grad()
+def clip_grad_norm(module, group, max_norm):
+    """Scale all gradients so that their norm is at most max_norm. Returns the norm before, of the
+    whole model: what several ranks hold is counted once. Call sum_replicated_gradients() first."""
+    n, specs = dist.get_world_size(group), shard_specs(module)
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    square = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+    for name, gradient in gradients.items():
+        square += gradient.double().square().sum() / (1 if name in specs else n)
+        for rows, K in copied_heads(gradient, specs.get(name), n):
+            square -= rows.double().square().sum() * (1 - K / n)
+    # all_reduce(SUM) over tp, 1: the square of the norm of the whole gradient
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    for gradient in gradients.values():
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(gradient.dtype))
+    return norm
+
+
+def refuse_torchs_clipping(param):
+    """Mark a parameter of which a rank holds a part, and make torch's clip_grad_norm_ refuse it:
+    each rank would find another norm, scale by another factor, and copies would drift apart."""
+    param.is_part, module = True, torch.nn.utils.clip_grad
+    scale = module._clip_grads_with_norm_
+
+    def refuse_parts(parameters, *args, **kwargs):
+        if any(getattr(p, "is_part", False) for p in parameters):
+            raise ValueError("torch's clip_grad_norm_ finds the norm of this rank's parts alone: "
+                             "use clip_grad_norm(module, group, max_norm) of 03_tp")  # fmt: skip
+        return scale(parameters, *args, **kwargs)
+
+    if scale.__name__ != "refuse_parts":  # once a process
+        module._clip_grads_with_norm_ = refuse_parts
+    return param
+
+
+def unshard(parts, spec):
+    """The whole tensor of all ranks' parts: the reverse of shard()."""
+    (dim, blocks), n, wholes = spec, len(parts), []
+    blocks = sizes_of(blocks, n * parts[0].shape[dim])
+    sizes = [-(-units // n) * width for units, width in blocks]
+    for pieces, (units, width) in zip(zip(*(part.split(sizes, dim) for part in parts)), blocks):
+        once = pieces[:: max(n // units, 1)]  # one of the copies of each unit
+        wholes.append(torch.cat(once, dim).narrow(dim, 0, units * width))
+    return torch.cat(wholes, dim)
 
 
 @torch.no_grad()
 def load_whole(module, whole, group):
-    """Fill a module with this rank's parts of {name: whole tensor}."""
-    n, r, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
-    for name, param in module.named_parameters():
-        cut = name in specs
-        param.copy_(shard(whole[name], specs[name], n, r) if cut else whole[name])
+    """Fill a module with this rank's parts of {name: whole tensor}. Raises ValueError, with every
+    name that is missing or unknown and every wrong shape, before anything is written."""
+    n, rank, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
+    params, wrong = dict(module.named_parameters()), []
+    for name in sorted(params.keys() | whole.keys()):
+        if name not in whole or name not in params:
+            wrong.append(f"{name} is {'unknown' if name in whole else 'missing'}")
+            continue
+        shape, (dim, blocks) = list(params[name].shape), specs.get(name, (0, ()))
+        blocks = sizes_of(blocks, n * shape[dim])
+        shape[dim] = sum(units * width for units, width in blocks) or shape[dim]
+        if list(whole[name].shape) != shape:
+            wrong.append(f"{name} has shape {list(whole[name].shape)} instead of {shape}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    for name, param in params.items():
+        spec = specs.get(name)
+        param.copy_(shard(whole[name], spec, n, rank) if spec else whole[name])
 
 
 @torch.no_grad()
@@ -205,582 +856,50 @@ def gather_whole(module, group):
     return whole
 
 
-# ── the collectives of the axis ──────────────────────────────────────────────────────────────
-
-
-def _when(work, value):
-    """A function that waits for work and returns value()."""
-
-    def land():
-        work.wait()
-        return value()
-
-    return land
-
-
-def start_all_gather(x_BsD, group):
-    """Send this rank's tokens; what is returned waits for those of all ranks, (n, B, s, D)."""
-    parts = x_BsD.new_empty(dist.get_world_size(group) * len(x_BsD), *x_BsD.shape[1:])
-    # all_gather over tp, B·s·D from each: every rank will hold all tokens
-    work = dist.all_gather_single(parts, x_BsD.contiguous(), group=group, async_op=True)
-    return _when(work, lambda: parts.unflatten(0, (-1, len(x_BsD))))
-
-
-def start_reduce_scatter(x_nBsD, group):
-    """Send each rank its tokens; what is returned waits for the sum of this rank's, (B, s, D)."""
-    parts = x_nBsD.flatten(0, 1).contiguous()
-    if dist.get_backend(group) == "gloo":  # its reduce_scatter sends twice as much, and blocks
-        received = torch.empty_like(parts)
-        # all_to_all over tp, B·s·D to each: every rank will hold n parts of its tokens, to add
-        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
-        return _when(work, lambda: received.view(x_nBsD.shape).sum(0))
-    total = parts.new_empty(x_nBsD.shape[1:])
-    # reduce_scatter(SUM) over tp, B·S·D: every rank will hold the sum of its tokens
-    work = dist.reduce_scatter_single(total, parts, group=group, async_op=True)
-    return _when(work, lambda: total)
-
-
-def all_reduce(x, group):
-    """The sum of x over the ranks. x stays: in backward, others may read the same gradient."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    # all_reduce(SUM) over tp, B·S·D: every rank now holds the whole sum
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def all_gather(x_BsD, group):
-    """(B, s, D) of each rank to (B, S, D)."""
-    return rearrange(start_all_gather(x_BsD, group)(), "n B s ... -> B (n s) ...")
-
-
-def by_rank(x_BSD, group):
-    """(B, S, D) to (n, B, s, D). Raises ValueError where n does not divide S, before any call."""
-    check_divides(dist.get_world_size(group), sequence=x_BSD.shape[1])
-    return rearrange(x_BSD, "B (n s) ... -> n B s ...", n=dist.get_world_size(group))
-
-
-def reduce_scatter(x_BSD, group):
-    """The sum over ranks of (B, S, D), of which each gets its tokens (B, s, D)."""
-    return start_reduce_scatter(by_rank(x_BSD, group), group)()
-
-
-def split(x_BSD, group):
-    """This rank's tokens (B, s, D) of (B, S, D)."""
-    return by_rank(x_BSD, group)[dist.get_rank(group)].contiguous()
-
-
-def as_it_is(x, group):
-    """x."""
-    return x
-
-
-class _Pair(torch.autograd.Function):
-    """A function going forward, another coming back."""
-
-    @staticmethod
-    def forward(ctx, x, group, there, back):
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx, d_y):
-        return ctx.back(d_y, ctx.group), None, None, None
-
-
-def pair(there, back):
-    """A function of (x, group) whose gradient is `back` of its gradient."""
-    return lambda x, group: _Pair.apply(x, group, there, back)
-
-
-# Tensor parallelism is the first two (Shoeybi et al., arXiv:1909.08053, section 3), and SP the next
-# two in their places (Korthikanti et al., arXiv:2205.05198, section 4.2). The last two are for
-# tokens that each rank has, or will use, in the same way.
-copy_to_ranks     = pair(as_it_is,       all_reduce)      # f: each rank finds a part of d_x
-reduce_from_ranks = pair(all_reduce,     as_it_is)        # g: d_sum is the d_part of every part
-gather_sequence   = pair(all_gather,     reduce_scatter)  # (B, s, D) to (B, S, D), as f
-scatter_sequence  = pair(reduce_scatter, all_gather)      # (B, S, D) to (B, s, D), as g
-split_sequence    = pair(split,          all_gather)      # (B, S, D) to (B, s, D)
-join_sequence     = pair(all_gather,     split)           # (B, s, D) to (B, S, D)  # fmt: skip
-
-
-def dropout(x, p, key, group, dim=None):
-    """Dropout as on one process: the mask of the whole tensor is drawn from `key`, and a rank takes
-    its slice along dim, or all where x is the same on every rank (None). A key is for one place in
-    one step. Backward draws the mask again; nothing is kept."""
-    n, r = (1, 0) if dim is None else (dist.get_world_size(group), dist.get_rank(group))
-
-    def drop(x, group):
-        shape = [size * n if i == dim else size for i, size in enumerate(x.shape)]
-        return x * whole_mask(shape, p, key).chunk(n, dim or 0)[r].to(x.device) / (1 - p)
-
-    return pair(drop, drop)(x, group) if p else x
-
-
-# ── matrices ─────────────────────────────────────────────────────────────────────────────────
-
-
-class _GatherAgain(torch.autograd.Function):
-    """gather_sequence, which keeps this rank's tokens so that they can be gathered again."""
-
-    @staticmethod
-    def forward(ctx, x_BsD, group):
-        ctx.save_for_backward(x_BsD)
-        ctx.group = group
-        return all_gather(x_BsD, group)
-
-    @staticmethod
-    def backward(ctx, d_y):
-        return reduce_scatter(d_y, ctx.group), None
-
-
-def gathered_linear(x_BsD, weight, bias, group):
-    """F.linear of the tokens of all ranks. F.linear would keep all of them for the gradient of the
-    weight. Its hooks keep the node that has this rank's tokens, and gather them once more."""
-    if not x_BsD.requires_grad:  # what needs no gradient has no node
-        x_BsD = x_BsD.detach().requires_grad_(torch.is_grad_enabled())
-    gathered_BSD = _GatherAgain.apply(x_BsD, group)
-    node, storage = gathered_BSD.grad_fn, gathered_BSD.untyped_storage().data_ptr()
-
-    def keep(tensor):
-        return tensor.shape if tensor.untyped_storage().data_ptr() == storage else tensor
-
-    def restore(kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        return all_gather(*node.saved_tensors, group).view(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
-        return F.linear(gathered_BSD, weight, bias)
-
-
-CHUNKS = 4  # of a rank's tokens, in the rung that overlaps
-
-
-def gather_then_multiply(x_BsD, weight_DF, group):
-    """all_gather(x) W and all_gather(x): a chunk is multiplied while those after it travel."""
-    flights = [start_all_gather(chunk, group) for chunk in x_BsD.chunk(CHUNKS, 1)]
-    gathered, products = [], []
-    for land in flights:
-        gathered.append(land())
-        products.append(torch.matmul(gathered[-1], weight_DF))
-    return [rearrange(torch.cat(x, 2), "n B s F -> B (n s) F") for x in (products, gathered)]
-
-
-def multiply_then_scatter(x_BSF, weight_FD, group):
-    """reduce_scatter(x W): a chunk travels while the next is multiplied."""
-    chunks_nBsF = by_rank(x_BSF, group).chunk(CHUNKS, 2)
-    # Q3.6 *** Multiply and send every chunk, and join the sums. When does this rank wait?
-    #          hint: start_reduce_scatter sends, and returns a function that waits
-    flights = [start_reduce_scatter(torch.matmul(x, weight_FD), group) for x in chunks_nBsF]
-    return torch.cat([land() for land in flights], 1)
-    # /Q3.6
-
-
-class _Overlapped(torch.autograd.Function):
-    """
-              forward                  backward
-    column    gather_then_multiply     multiply_then_scatter, beside it x is gathered once more
-    row       multiply_then_scatter    gather_then_multiply
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, group, column):
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.column = group, column
-        if column:
-            return gather_then_multiply(x, weight.T, group)[0]
-        return multiply_then_scatter(x, weight.T, group)
-
-    @staticmethod
-    def backward(ctx, d_y):
-        (x, weight), group = ctx.saved_tensors, ctx.group
-        if ctx.column:
-            land = start_all_gather(x, group)
-            d_x = multiply_then_scatter(d_y, weight, group)
-            x = rearrange(land(), "n B s D -> B (n s) D")
-        else:
-            d_x, d_y = gather_then_multiply(d_y, weight, group)
-        d_weight = d_y.flatten(0, -2).T @ x.flatten(0, -2)
-        return d_x, d_weight, None, None
-
-
-# ── the layers; their `sp` is a rung of the ladder ───────────────────────────────────────────
-
-LADDER = "off", "keep", "regather", "overlap"
-
-
-def rung(sp):
-    """sp, if it is a rung. Raises ValueError: False would be taken for a sequence that is cut."""
-    if sp not in LADDER:
-        raise ValueError(f"sp={sp!r}: use one of {LADDER}")
-    return sp
-
-
-class ColumnParallelLinear(nn.Module):
-    """x Wᵀ + b, the outputs cut over the group (columns of Wᵀ; for `blocks` see shard()).
-
-    x (B, S, D), under SP (B, s, D), to (B, S, outputs of this rank). Every rank draws all of W from
-    torch's seed and keeps its part, so any n starts from the same. Raises ValueError where n does
-    not divide the outputs.
-    """
-
-    def __init__(self, n_in, n_out, group, bias=False, sp="off", blocks=1):
-        super().__init__()
-        n, r = dist.get_world_size(group), dist.get_rank(group)
-        if isinstance(blocks, int):
-            check_divides(n, outputs=n_out // blocks)
-        self.group, self.sp = group, rung(sp)
-        self.shard_spec = dict.fromkeys(("weight", "bias"), (0, blocks))
-        draw = lambda whole: nn.Parameter(shard(whole, (0, blocks), n, r))
-        self.weight = draw(torch.randn(n_out, n_in) / n_in**0.5)
-        self.bias = draw(torch.zeros(n_out)) if bias else None
-
-    def forward(self, x):
-        # Q3.1 ** Without SP, every rank has all of x already. What must still be done with it?
-        #         hint: a rank's outputs give it a part of d_x; the layer below needs the sum
-        if self.sp == "off":
-            return F.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
-        # /Q3.1
-        if self.sp == "keep":
-            return F.linear(gather_sequence(x, self.group), self.weight, self.bias)
-        if self.sp == "regather":
-            return gathered_linear(x, self.weight, self.bias, self.group)
-        y = _Overlapped.apply(x, self.weight, self.group, True)
-        return y if self.bias is None else y + self.bias
-
-
-class RowParallelLinear(nn.Module):
-    """x Wᵀ + b, the inputs cut over the group (rows of Wᵀ): what the layer above leaves.
-
-    x (B, S, inputs of this rank) to (B, S, D), under SP (B, s, D). The bias is on every rank; under
-    SP its gradient is that of a rank's tokens until sum_replicated_gradients(). Otherwise as above.
-    """
-
-    def __init__(self, n_in, n_out, group, bias=False, sp="off"):
-        super().__init__()
-        n, r = dist.get_world_size(group), dist.get_rank(group)
-        check_divides(n, inputs=n_in)
-        self.group, self.sp, self.shard_spec = group, rung(sp), {"weight": (1, 1)}
-        whole = torch.randn(n_out, n_in) / n_in**0.5
-        self.weight = nn.Parameter(shard(whole, (1, 1), n, r).contiguous())
-        self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
-
-    def forward(self, x):
-        if self.sp == "overlap":
-            y = _Overlapped.apply(x, self.weight, self.group, False)
-        else:
-            combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
-            y = combine(F.linear(x, self.weight), self.group)
-        # Q3.2 * y is the sum over ranks, and every rank has b. When is it added, and not earlier?
-        #        hint: n times a bias is a bias too; it would train, and differ from one process
-        if self.bias is not None:
-            y = y + self.bias
-        return y
-        # /Q3.2
-
-
-class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) · w, in float32 at least, keeping x and one number per token."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x, scale)
-        ctx.weight = weight.detach()
-        return (wide * scale).to(x.dtype) * weight
-
-    @staticmethod
-    def backward(ctx, d_y):
-        x, scale = ctx.saved_tensors
-        unit, d_unit = x * scale, d_y * ctx.weight
-        d_x = scale * (d_unit - unit * (d_unit * unit).mean(-1, keepdim=True))
-        d_weight = (d_y * unit).flatten(0, -2).sum(0)
-        return d_x.to(x.dtype), d_weight.to(ctx.weight.dtype), None
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · w over the last dimension; w is on every rank, as RowParallelLinear's bias."""
-
-    def __init__(self, D, eps=1e-6):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(D)), eps
-
-    def forward(self, x):
-        return _RMSNorm.apply(x, self.weight, self.eps)
-
-
-def rotary(x_BShd, positions_S, theta=1e4):
-    """Turn elements i and i + d/2 of each head by position · theta^(-2i/d): RoFormer,
-    arXiv:2104.09864, with the pairs laid out as in Llama."""
-    half, wide = x_BShd.shape[-1] // 2, torch.promote_types(x_BShd.dtype, torch.float32)
-    rates = theta ** -(torch.arange(half, device=x_BShd.device, dtype=wide) / half)
-    angles = positions_S.to(wide)[:, None, None] * rates
-    cos, sin = angles.cos().to(x_BShd.dtype), angles.sin().to(x_BShd.dtype)
-    a, b = x_BShd.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-def causal(q_BShd, k_BSkd, v_BSkd):
-    """Each position mixes the values up to its own; h/k queries share a key and a value."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BShd, k_BSkd, v_BSkd))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return mixed.transpose(1, 2)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention, the heads cut over the group. x as in ColumnParallelLinear, to the
-    same shape; positions (S,) are those of the gathered tokens.
-
-    attend(q, k, v) gets a rank's heads, (B, S, H/n, d) and twice (B, S, K/n, d). Where K < n, n/K
-    ranks hold a copy of a head: sum_replicated_gradients(). ValueError: see check_heads().
-    """
-
-    def __init__(self, D, heads, kv_heads, group, bias=False, sp="off", attend=causal):
-        super().__init__()
-        n, self.d, self.attend = dist.get_world_size(group), D // heads, attend
-        check_heads(D, heads, kv_heads, n)
-        self.heads, self.kv_heads = heads // n, max(kv_heads // n, 1)
-        blocks = tuple((count, self.d) for count in (heads, kv_heads, kv_heads))
-        n_out = (heads + 2 * kv_heads) * self.d
-        self.qkv = ColumnParallelLinear(D, n_out, group, bias, sp, blocks)
-        self.out = RowParallelLinear(D, D, group, bias, sp)
-
-    def forward(self, x, positions_S):
-        qkv = self.qkv(x).unflatten(-1, (-1, self.d))
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
-        q, k = rotary(qk, positions_S).split([self.heads, self.kv_heads], 2)
-        mixed = self.attend(q, k, v.contiguous())  # a view would keep all of qkv for backward
-        return self.out(mixed.flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU, down(silu(gate(x)) · up(x)), the hidden units cut over the group. Gate and up are one
-    matrix of two blocks: one gathering, one matmul, and halves that belong together."""
-
-    def __init__(self, D, hidden, group, bias=False, sp="off"):
-        super().__init__()
-        check_divides(dist.get_world_size(group), hidden=hidden)
-        self.gate_up = ColumnParallelLinear(D, 2 * hidden, group, bias, sp, blocks=2)
-        self.down = RowParallelLinear(hidden, D, group, bias, sp)
-
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-# ── the two ends: embedding and loss over a vocabulary that is cut ───────────────────────────
-
-
-def own_rows(ids, V, v, group):
-    """The rows of ids among this rank's v of a table of V, and where they are its own (elsewhere
-    row 0). Raises IndexError for what no rank has: the zeros would add up unnoticed."""
-    if ids.numel() and not 0 <= ids.min() <= ids.max() < V:
-        raise IndexError(f"ids from {ids.min()} to {ids.max()}, in a vocabulary of {V}")
-    # Q3.3 * Rank r holds rows r·v to (r + 1)·v - 1. Which row of its own is an id, if any?
-    #        hint: an index must be valid even where what it finds is thrown away
-    rows = ids - dist.get_rank(group) * v
-    mine = (rows >= 0) & (rows < v)
-    return rows.where(mine, 0), mine
-    # /Q3.3
-
-
-class VocabParallelEmbedding(nn.Module):
-    """Tokens (B, S) to (B, S, D), under SP (B, s, D); the V rows are cut over the group.
-
-    Rows beyond V, where n does not divide it, are zeros and stay so. A tied head uses `weight`.
-    """
-
-    def __init__(self, V, D, group, sp="off"):
-        super().__init__()
-        n, r = dist.get_world_size(group), dist.get_rank(group)
-        if V < n:
-            raise ValueError(f"tp {n} is larger than the vocabulary, {V}")
-        self.V, self.group, self.sp = V, group, rung(sp)
-        self.shard_spec = {"weight": (0, ((V, 1),))}
-        self.weight = nn.Parameter(shard(torch.randn(V, D) / D**0.5, (0, ((V, 1),)), n, r))
-
-    def forward(self, x_BS):
-        rows, mine = own_rows(x_BS, self.V, len(self.weight), self.group)
-        found = F.embedding(rows, self.weight).masked_fill(~mine[..., None], 0)
-        combine = reduce_from_ranks if self.sp == "off" else scatter_sequence
-        return combine(found, self.group)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """
-    forward   all_reduce(MAX) of a number per token, all_reduce(SUM) of 2, or 3 with smoothing
-    backward  nothing moves
-    """
-
-    @staticmethod
-    def forward(ctx, logits_BSv, labels_BS, V, group, smoothing, ignore_index):
-        z = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32), copy=True)
-        v, counts = z.shape[-1], labels_BS != ignore_index
-        real = min(max(V - dist.get_rank(group) * v, 0), v)
-        z[..., real:] = -math.inf  # what lies beyond the vocabulary never wins
-        rows, mine = own_rows(labels_BS.where(counts, 0), V, v, group)
-        top_BS = z.amax(-1)
-        # Q3.4 ** A rank has v of a row's V logits. Which numbers must be those of the whole row?
-        #         hint: loss = log Σ exp(z - top) - (z_label - top), and one rank has the label
-        # all_reduce(MAX) over tp, B·S: every rank now subtracts the same number
-        dist.all_reduce(top_BS, op=dist.ReduceOp.MAX, group=group)
-        z -= top_BS[..., None]
-        label = z.gather(-1, rows[..., None])[..., 0].masked_fill(~mine, 0)
-        p = z.exp()
-        sums = torch.stack([p.sum(-1), label, z[..., :real].sum(-1)][: 3 if smoothing else 2])
-        # all_reduce(SUM) over tp, 2·B·S or 3·B·S: normaliser, the label's logit, all logits' sum
-        dist.all_reduce(sums, group=group)
-        # /Q3.4
-        loss_BS = sums[0].log() - (1 - smoothing) * sums[1]
-        if smoothing:
-            loss_BS -= smoothing / V * sums[2]
-        ctx.save_for_backward(p.div_(sums[0][..., None]), rows, mine, counts)
-        ctx.given = smoothing / V, smoothing, real, logits_BSv.dtype
-        return loss_BS * counts
-
-    @staticmethod
-    def backward(ctx, d_loss_BS):
-        (p, rows, mine, counts), (each, smoothing, real, dtype) = ctx.saved_tensors, ctx.given
-        d_z = p.clone()
-        d_z[..., :real] -= each
-        d_z.scatter_add_(-1, rows[..., None], (smoothing - 1) * mine[..., None].to(d_z.dtype))
-        d_z *= (d_loss_BS * counts)[..., None]
-        return d_z.to(dtype), None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits_BSv, labels_BS, V, group, label_smoothing=0.0, ignore_index=-100
-):
-    """Losses (B, S) of logits of which no rank holds a whole row, for labels (B, S).
-
-    V is the true vocabulary: what a rank has beyond it gets probability and gradient 0. An ignored
-    label's loss is 0: add up, and divide by the number of labels of the step that count.
-    """
-    given = labels_BS, V, group, label_smoothing, ignore_index
-    return _CrossEntropy.apply(logits_BSv, *given)
-
-
-# ── the model ────────────────────────────────────────────────────────────────────────────────
-
-
-class Block(nn.Module):
-    """Attention, then an MLP, each on a normed copy of the residual stream: x to its own shape."""
-
-    def __init__(self, c, group, sp):
-        super().__init__()
-        self.p, self.group, self.dim = c.dropout, group, None if sp == "off" else 1
-        self.norm1, self.norm2 = RMSNorm(c.D), RMSNorm(c.D)
-        self.attention = Attention(c.D, c.heads, c.kv_heads, group, c.bias, sp)
-        self.mlp = MLP(c.D, c.hidden, group, c.bias, sp)
-
-    def forward(self, x, positions_S, key=0):
-        drop = lambda y, key: dropout(y, self.p, key, self.group, self.dim)
-        x = x + drop(self.attention(self.norm1(x), positions_S), key)
-        return x + drop(self.mlp(self.norm2(x)), key + 1)
-
-
-class LanguageModel(nn.Module):
-    """Tokens and labels (B, S) to losses (B, S). Each layer is drawn from a seed of its own."""
-
-    def __init__(self, c, group, sp="off"):
-        super().__init__()
-        self.c, self.group, self.sp, self.blocks = c, group, sp, nn.ModuleList()
-        torch.manual_seed(0)
-        self.embedding = VocabParallelEmbedding(c.V, c.D, group, sp)
-        self.norm = RMSNorm(c.D)
-        self.head = ColumnParallelLinear(c.D, c.V, group, sp=sp, blocks=((c.V, 1),))
-        if c.tied:
-            self.head.weight = self.embedding.weight
-        for i in range(c.layers):
-            torch.manual_seed(1 + i)
-            self.blocks.append(Block(c, group, sp))
-
-    def forward(self, x_BS, y_BS, step=0):
-        positions_S = torch.arange(x_BS.shape[1], device=x_BS.device)
-        x = self.embedding(x_BS)
-        for i, block in enumerate(self.blocks):
-            x = block(x, positions_S, 2 * (step * self.c.layers + i))
-        given = y_BS, self.c.V, self.group, self.c.smoothing
-        return vocab_parallel_cross_entropy(self.head(self.norm(x)), *given)
-
-
-@torch.no_grad()
-def sum_replicated_gradients(module, group, sp):
-    """Between backward and the step: give copies of a parameter the same gradient, in place.
-
-    Under SP each rank saw other tokens with its copy of a norm or a bias. Without, all saw the same
-    and found the sum. A copied key/value head served other queries on each rank, SP or not.
-    """
-    n, r, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    # Q3.5 ** Of which parameters does each rank have a part of the gradient, and of which all?
-    #         hint: who is not in specs is on every rank; what did it see there, SP off and on?
-    copies = [gradient for name, gradient in gradients.items() if name not in specs]
-    if sp != "off" and copies:
-        flat = torch.cat([gradient.flatten() for gradient in copies])
-        # all_reduce(SUM) over tp, norms and row-parallel biases: what all tokens asked for
-        dist.all_reduce(flat, group=group)
-        for gradient, part in zip(copies, flat.split([g.numel() for g in copies])):
-            gradient.copy_(part.view_as(gradient))
-    # /Q3.5
-    for name, (_, blocks) in specs.items():
-        heads = [] if isinstance(blocks, int) else [block for block in blocks if block[0] < n]
-        if not heads or name not in gradients:
-            continue
-        K, mine = heads[0][0], gradients[name][-sum(width for _, width in heads) :]
-        by_head = mine.new_zeros(K, *mine.shape)
-        by_head[r * K // n] = mine
-        # all_reduce(SUM) over tp, 2·K·d·D: what the queries of all ranks ask of each k and v
-        dist.all_reduce(by_head, group=group)
-        mine.copy_(by_head[r * K // n])
-
-
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
 
 def parameter_bytes(c, n, e=8):
-    """Of a rank's parameters, with what it holds as a copy."""
+    """The bytes of a rank's parameters, copied heads included; e bytes an element."""
     d, kv = c.D // c.heads, max(c.kv_heads, n)
     cut = ((c.heads + 2 * kv) * d + 2 * c.hidden) * (c.D + c.bias) + (c.D + c.hidden) * c.D
     ends = math.ceil(c.V / n) * c.D * (1 if c.tied else 2) + c.D
     return e * (c.layers * (cut / n + 2 * c.D * (1 + c.bias)) + ends)
 
 
-def saved_bytes(c, B, S, n, sp, e=8):
-    """Of what a block keeps for backward on a rank: Korthikanti et al., arXiv:2205.05198, section
-    4, for this block (fused attention, SwiGLU, no dropout mask)."""
+def saved_bytes(c, B, S, n, sp, norm, e=8):
+    """The bytes that a block keeps for backward on a rank: Korthikanti et al., arXiv:2205.05198,
+    section 4, for this block (fused attention, SwiGLU). norm: the bytes that one RMSNorm keeps of
+    this rank's tokens, which differ by device."""
     d, kv = c.D // c.heads, max(c.kv_heads, n)
-    stream = (2 * c.D + 2) / (1 if sp == "off" else n)  # what the norms got, and their scales
-    normed = 2 * c.D / (1 if sp in ("off", "keep") else n)  # what qkv and gate_up got
+    normed = 2 * c.D / (1 if sp in ("off", "keep") else n)  # the inputs of qkv and gate_up
     inside = 2 * (c.heads + kv) * d + c.heads + 4 * c.hidden
-    return e * (B * S * (stream + normed + inside / n) + S * d)  # S·d: cosines and sines
+    return 2 * norm + e * (B * S * (normed + inside / n) + S * d)  # S·d: cosines and sines
 
 
 def sent_bytes(c, B, S, n, sp, e=8):
-    """That leave a rank in a step: by blocks, embedding and head; the loss; copies' gradients."""
+    """The bytes that leave a rank in forward, backward and sum_replicated_gradients()."""
     L, d = c.layers, c.D // c.heads
     halves = 2 * (4 * L + 2) + (2 * L + 1) * (sp in ("regather", "overlap"))
-    loss = 2 * B * S * (4 if c.smoothing else 3)
     copies = 2 * c.D * (2 * L + 1 + 2 * L * c.bias) * (sp != "off")
     heads = 2 * L * 2 * c.kv_heads * d * (c.D + c.bias) * (c.kv_heads < n)
-    return e * (n - 1) / n * (halves * B * S * c.D + loss + copies + heads)
+    return e * (n - 1) / n * (halves * B * S * c.D + 2 * B * S * 3 + copies + heads)
 
 
 def build(c, group, device, sp="off"):
-    """The model in float64, and its whole weights for the twin: the same for every n."""
+    """The model in float64, and the whole weights of the twin that it holds its parts of."""
+    torch.manual_seed(0)
+    twin = Twin(c).double().to(device)
     model = LanguageModel(c, group, sp).double().to(device)
-    whole, draw = gather_whole(model, group), torch.Generator().manual_seed(0)
-    for value in whole.values():
-        if value.dim() == 1:  # norms of one and biases of zero would hide mistakes
-            value += 0.1 * torch.randn(len(value), generator=draw).to(value)
+    whole = {name: param.detach() for name, param in twin.named_parameters()}
     load_whole(model, whole, group)
     return model, whole
 
 
-def loss_and_gradients(model, x_BS, y_BS, step=0):
-    """Forward, backward, and the sums over copies. Returns the loss, per label that counts."""
-    loss = model(x_BS, y_BS, step).sum() / (y_BS != -100).sum()
+def loss_and_gradients(model, x_BS, y_BS):
+    """Forward, backward, and the sums over copies. Returns the loss per label that counts; if none
+    does, the loss and every gradient are 0."""
+    loss = model(x_BS, y_BS).sum() / (y_BS != -100).sum().clamp(min=1)
     loss.backward()
     sum_replicated_gradients(model, model.group, model.sp)
     return loss.detach()
@@ -794,50 +913,73 @@ def proof_batch(c, B, S, device):
     return x_BS.to(device), y_BS.to(device)
 
 
+def twin_step(c, whole, x_BS, y_BS):
+    """The twin's loss per label that counts, and {name: gradient}."""
+    twin = Twin(c).double().to(x_BS.device)
+    twin.load_state_dict(whole, strict=not c.tied)
+    loss = F.cross_entropy(twin(x_BS).flatten(0, 1), y_BS.flatten())
+    loss.backward()
+    return loss.detach(), {name: param.grad for name, param in twin.named_parameters()}
+
+
 def check(c, group, device, sp, B, S):
-    """One step beside the twin: the largest relative error of the loss and of this rank's part of
-    any gradient, and the bytes sent, measured and by formula."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
+    """One step beside the twin: the largest relative error of the loss, of this rank's part of any
+    gradient and of the norm of all gradients; and the bytes sent, measured and by formula."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
     (model, whole), (x_BS, y_BS) = build(c, group, device, sp), proof_batch(c, B, S, device)
+    assert min(len(x_BS.unique()), len(y_BS.unique())) > 2, "the batch of the proof is trivial"
     with Ledger() as ledger:
         loss = loss_and_gradients(model, x_BS, y_BS)
-    wanted_loss, wanted = serial_step(whole, c, x_BS, y_BS)
-    errors, specs = [relative_error(loss, wanted_loss)], shard_specs(model)
+    twin_loss, twin_gradients = twin_step(c, whole, x_BS, y_BS)
+    errors, specs = [relative_error(loss, twin_loss)], shard_specs(model)
     for name, param in model.named_parameters():
-        part = shard(wanted[name], specs[name], n, r) if name in specs else wanted[name]
+        part = twin_gradients[name]
+        part = shard(part, specs[name], n, rank) if name in specs else part
         errors.append(relative_error(param.grad, part))
+    norm = torch.cat([gradient.flatten() for gradient in twin_gradients.values()]).norm()
+    errors.append(relative_error(clip_grad_norm(model, group, 1.0), norm))
     return max(errors), (sum(ledger.sent.values()), sent_bytes(c, B, S, n, sp))
 
 
-def check_saved(c, group, device, sp, B, S):
-    """The bytes that a block keeps for backward, each storage once and no weights, measured and by
-    formula."""
-    n, block, kept = dist.get_world_size(group), Block(c, group, sp).double().to(device), {}
-    s = S if sp == "off" else S // n
-    x = torch.randn(B, s, c.D, dtype=torch.float64, device=device, requires_grad=True)
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+def kept_bytes(module, *inputs):
+    """The bytes that a module keeps for backward: each storage once, and no parameter."""
+    kept, params = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def keep(t):
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = block(x, torch.arange(S, device=device))
-    measured = sum(storage.nbytes() for at, storage in kept.items() if at not in own)
+        y = module(*inputs)
     y.sum().backward()  # until here the graph has kept all of it
-    return measured, saved_bytes(c, B, S, n, sp)
+    return sum(storage.nbytes() for at, storage in kept.items() if at not in params)
 
 
-def overlap_order(group, device):
-    """What a gathering and a scattering product of CHUNKS chunks call, in order."""
-    n, orders, matmul = dist.get_world_size(group), [], torch.matmul
-    for rung, S in ((gather_then_multiply, CHUNKS), (multiply_then_scatter, n * CHUNKS)):
-        with Ledger() as ledger:
-            marked = lambda *given: ledger.mark("matmul") or matmul(*given)
-            with patch.object(torch, "matmul", marked):
-                rung(torch.ones(1, S, 2, device=device), torch.ones(2, 2, device=device), group)
-        orders.append([event.what for event in ledger.events])
-    return orders
+def check_saved(c, group, device, sp, B, S):
+    """The bytes that a block keeps for backward, measured and by formula."""
+    n, block = dist.get_world_size(group), Block(c, group, sp).double().to(device)
+    shape = B, S if sp == "off" else S // n, c.D
+    x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+    norm = kept_bytes(block.norm1, x)
+    measured = kept_bytes(block, x, torch.arange(S, device=device))
+    return measured, saved_bytes(c, B, S, n, sp, norm)
+
+
+def check_by_hand(c, group, device, B, S):
+    """The row of mlp_by_hand() beside autograd on one process."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    draw = torch.Generator().manual_seed(2)
+    random = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64).to(device)
+    x, up, down, d_y = (random(B, S, c.D), random(c.hidden, c.D), random(c.D, c.hidden),
+                        random(B, S, c.D))  # fmt: skip
+    y, backward = torch.func.vjp(lambda *xs: F.linear(F.linear(*xs[:2]).relu(), xs[2]), x, up, down)
+    own = lambda whole, dim: shard(whole, (dim, 1), n, rank)
+    with Ledger() as ledger:
+        results = mlp_by_hand(x, own(up, 0), own(down, 1), d_y, group)
+    d_x, d_up, d_down = backward(d_y)
+    error = max(map(relative_error, results, (y, d_x, own(d_up, 0), own(d_down, 1))))
+    sent = sum(ledger.sent.values()), 2 * 2 * (n - 1) / n * 8 * B * S * c.D
+    return Row("an MLP by hand", error, sent)
 
 
 def wrong_on_purpose(group, device):
@@ -846,75 +988,80 @@ def wrong_on_purpose(group, device):
     ones = torch.ones(1, n, 2, dtype=torch.float64, device=device)
     row = RowParallelLinear(2 * n, 2, group, bias=True).to(ones)
     nn.init.zeros_(row.weight), nn.init.ones_(row.bias)
-    found = reduce_from_ranks(F.linear(ones, row.weight, row.bias), group)
-    yield Row("bias added on every rank", relative_error(found, row(ones)), wrong=n - 1.0)
+    y = reduce_from_ranks(F.linear(ones, row.weight, row.bias), group)
+    yield Row("bias added on every rank", relative_error(y, row(ones)), wrong=n - 1.0)
 
     column, norm = ColumnParallelLinear(2, n, group).to(ones), RMSNorm(2).to(ones)
     nn.init.ones_(column.weight)
-    own = torch.autograd.grad(F.linear(x := ones.requires_grad_(), column.weight).sum(), x)[0]
+    part = torch.autograd.grad(F.linear(x := ones.requires_grad_(), column.weight).sum(), x)[0]
     whole = torch.autograd.grad(column(x).sum(), x)[0]
-    yield Row("f without its all-reduce back", relative_error(own, whole), wrong=1 - 1 / n)
+    yield Row("f without its all-reduce back", relative_error(part, whole), wrong=1 - 1 / n)
 
     norm(split_sequence(ones, group)).sum().backward()
-    own = norm.weight.grad.clone()
+    part = norm.weight.grad.clone()
     sum_replicated_gradients(norm, group, "keep")
-    error = relative_error(own, norm.weight.grad)
+    error = relative_error(part, norm.weight.grad)
     yield Row("SP, norm gradients not summed", error, wrong=1 - 1 / n)
 
     zeros, labels = torch.zeros_like(ones), torch.zeros(1, n, dtype=torch.long, device=device)
-    found = zeros.logsumexp(-1)  # of V = 2n logits, a rank's own two
-    wanted = vocab_parallel_cross_entropy(zeros, labels, 2 * n, group)
+    part = zeros.logsumexp(-1)  # of V = 2n logits, a rank's own two
+    whole = vocab_parallel_cross_entropy(zeros, labels, 2 * n, group)
     wrong = 1 - math.log(2) / math.log(2 * n)
-    yield Row("loss over a rank's own logits", relative_error(found, wanted), wrong=wrong)
+    yield Row("loss over a rank's own logits", relative_error(part, whole), wrong=wrong)
 
 
 def proof(c, group, device, B, S):
-    """The rows of the table: the ladder, other models on it, and ideas left out."""
-    n, full = dist.get_world_size(group), dict(tied=False, bias=True, smoothing=0.1, dropout=0.2)
-    rows = {f"{sp}; held: saved by a block": (sp, c) for sp in LADDER}
+    """The rows of the table: by hand, the ladder, other models on it, and ideas left out."""
+    n = dist.get_world_size(group)
+    yield check_by_hand(c, group, device, B, S)
+    rows = {f"{sp}; held: kept by a block": (sp, c) for sp in LADDER}
     rows["one key/value head for all"] = "keep", replace(c, kv_heads=1)
-    rows["untied, biases, smoothing, dropout"] = "regather", replace(c, **full)
+    rows["untied ends, biases"] = "regather", replace(c, tied=False, bias=True)
     for name, (sp, config) in rows.items():
-        given = config, group, device, sp, B, S
-        yield Row(name, *check(*given), check_saved(*given))
+        setting = config, group, device, sp, B, S
+        yield Row(name, *check(*setting), check_saved(*setting))
     model, whole = build(c, group, device)
     held = sum(p.nbytes for p in model.parameters()), parameter_bytes(c, n)
     gathered = gather_whole(model, group)
     error = max(relative_error(gathered[name], whole[name]) for name in whole)
     yield Row("cut and gathered; held: parameters", error, None, held)
-    send = "all_to_all_single" if dist.get_backend(group) == "gloo" else "reduce_scatter_single"
-    claimed = [["all_gather_single"] * CHUNKS + ["wait", "matmul"] * CHUNKS,
-               ["matmul", send] * CHUNKS + ["wait"] * CHUNKS]  # fmt: skip
-    yield Row("overlap: order of its calls", float(overlap_order(group, device) != claimed))
     yield from wrong_on_purpose(group, device) if n > 1 else ()
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(c, args, group, device):
-    """Train on text, in float64, so that every n prints the same digits. 0 if each step sent what
-    the formula says."""
-    text, n, S = read_text(args.text, 0), dist.get_world_size(group), args.sequence
-    model, _ = build(c, group, device, args.sp)
+def train_step(model, optimizer, x_BS, y_BS, max_norm=1.0):
+    """One step: (loss, norm of the gradient before clipping). A batch in which no label counts
+    moves no weight, on any rank."""
+    loss = loss_and_gradients(model, x_BS, y_BS)
+    norm = clip_grad_norm(model, model.group, max_norm)
+    if (y_BS != -100).any():  # all ranks of tp have the same labels
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def train(model, args, device):
+    """Train on text, in float64, so that every n prints the same digits. Returns 0 if each step
+    sent what the formula says, else 1."""
+    n, S = dist.get_world_size(model.group), args.sequence
+    text, broken = read_text(args.text, 0), False
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    formula = sent_bytes(c, args.batch, S, n, args.sp)
-    say(f"\nSP {args.sp}, {sum(p.numel() for p in model.parameters()):,} parameters a rank; "
+    formula = sent_bytes(model.c, args.batch, S, n, model.sp) + 8 * 2 * (n - 1) / n  # the norm
+    say(f"\nSP {model.sp}, {sum(p.numel() for p in model.parameters()):,} parameters a rank; "
         f"unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
-    say("step      loss   tokens/s   sent/step     formula")
-    broken = False
+    say("step      loss      norm   tokens/s   sent/step     formula")
     for step in range(args.steps):
         x_BS, y_BS = (whole.to(device) for whole in sample(text, step, args.batch, S))
         started = time.perf_counter()
         with Ledger() as ledger:
-            loss = loss_and_gradients(model, x_BS, y_BS, step)
-        optimizer.step()
-        optimizer.zero_grad()
+            loss, norm = train_step(model, optimizer, x_BS, y_BS)
         sent = sum(ledger.sent.values())
         broken |= abs(sent - formula) > 0.5
         if step % 10 == 0 or step == args.steps - 1:
             rate = args.batch * S / (time.perf_counter() - started)
-            say(f"{step:4}{loss.item():10.6f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}")
+            say(f"{step:4}{loss:10.6f}{norm:10.4f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}")
     return int(broken)
 
 
@@ -924,22 +1071,22 @@ def plot(c, args, group, device):
 
     looks = {"off": ("SP off", "#0b3c5d"), "keep": ("SP, gathered inputs kept", "#d9822b"),
              "regather": ("SP, gathered again in backward", "#cfe3f2")}  # fmt: skip
-    kept, sizes = {}, [2**k for k in range(dist.get_world_size(group).bit_length())]
-    for n in sizes:
-        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout))
-        for sp in looks if dist.get_rank(group) < n else ():
-            kept[n, sp] = check_saved(c, some, device, sp, args.batch, args.sequence)
+    axes = (figure := Figure(figsize=(8, 4), layout="constrained")).subplots()
+    for k in range(dist.get_world_size(group).bit_length()):
+        some = dist.new_group(range(2**k), timeout=timedelta(seconds=args.timeout))
+        for i, (sp, (label, color)) in enumerate(looks.items()):
+            if dist.get_rank(group) >= 2**k:
+                continue
+            kept, formula = check_saved(c, some, device, sp, args.batch, args.sequence)
+            at, bar = k + 0.27 * (i - 1), dict(color=color, ec="black", lw=0.6)
+            axes.bar(at, kept / 2**20, 0.25, label=None if k else label, **bar)
+            axes.plot(at, formula / 2**20, "kx", ms=5, label=None if k or i < 2 else "formula")
     if dist.get_rank(group):
         return
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for i, (sp, (label, color)) in enumerate(looks.items()):
-        measured, formula = ([b / 2**20 for b in row] for row in zip(*(kept[n, sp] for n in sizes)))
-        at = [k + 0.27 * (i - 1) for k in range(len(sizes))]
-        axes.bar(at, measured, 0.25, color=color, ec="black", lw=0.6, label=label)
-        axes.plot(at, formula, "kx", ms=5, label="formula" if i == 2 else None)
-    axes.set_xticks(range(len(sizes)), [f"tp {n}" for n in sizes])
-    axes.set(title="Activations of a block that a rank keeps for backward", ylabel="MiB")
+    axes.set_xticks(range(k + 1), [f"tp {2**i}" for i in range(k + 1)])
+    axes.set(title="Activations of a block that a rank keeps for backward\n"
+             f"width {c.D}, {c.heads} heads, {args.batch} x {args.sequence} tokens, float64",
+             ylabel="MiB")  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(args.plot, dpi=120)
@@ -955,7 +1102,7 @@ def main(args, device):
     if args.plot:
         plot(c, args, group, device)
     elif args.steps:
-        broken |= train(c, args, group, device)
+        broken |= train(build(c, group, device, args.sp)[0], args, device)
     return broken
 
 
@@ -1232,12 +1379,12 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=40)
-    parser.add_argument("--sp", choices=LADDER, default="regather", help="rung of the training")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=384, help="units of the MLP")
-    parser.add_argument("--sequence", type=int, default=64, help="bytes in a sample")
-    parser.add_argument("--batch", type=int, default=16, help="samples in a step")
-    parser.add_argument("--plot", metavar="PNG", help="draw kept activations instead of training")
+    parser = arguments(__doc__, ranks=4, steps=40, plot="what a block keeps for backward")
+    add = parser.add_argument
+    add("--sp", choices=LADDER, default="regather", help="rung of the training")
+    add("--heads", type=int, default=8, help="query heads")
+    add("--kv-heads", type=int, default=4, help="key/value heads")
+    add("--hidden", type=int, default=384, help="hidden units of the MLP")
+    add("--sequence", type=int, default=64, help="bytes in a sample")
+    add("--batch", type=int, default=16, help="samples in a step")
     launch(main, parser.parse_args(), validate)
