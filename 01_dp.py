@@ -1,138 +1,104 @@
-"""01 · Data parallel: copies of the model, parts of the batch, one sum of gradients
+"""01 · Data parallel: every rank holds the whole model and works on its part of the batch
 
-Each of n ranks holds the whole model and a part of the batch. A sum of losses has the sum of the
-gradients, so one all-reduce of the gradients makes n small steps equal to one big one.
+The gradient of a sum is the sum of the gradients. Each of n ranks computes the gradients of its
+own sequences. An all-reduce adds these gradients up, so every rank takes the same step.
 
-    rank 0   all P parameters   samples 0 .. b-1       gradients P ─┐
-    rank 1   all P parameters   samples b .. 2b-1      gradients P ─┼─ all-reduce: the same sum
-    ...                                                            ─┘  on every rank
+    rank 0   all P parameters   sequences 0 .. b-1      P gradients ─┐
+    rank 1   all P parameters   sequences b .. 2b-1     P gradients ─┼─ all-reduce: every rank
+    ...                                                              ─┘  holds the same sum
 
-    ladder                     calls          sent per rank        held beside the parameters
-    all_reduce_gradients       one a tensor   2(n-1)/n · P         P
-    all_reduce_flat            one            2(n-1)/n · P         2P: the tensors, their copy
-    DataParallel               one a bucket   2(n-1)/n · P         P: tensors are views of buckets
-      and K micro-batches      the same       the same, not K of them
-    all_reduce_flat, by gather_and_broadcast  (n-1) · P on rank 0  3P on rank 0
-    all_reduce_flat, by ring_all_reduce       2(n-1)/n · P         2P + P/n
+    rung                    calls in a step   sent by each rank   held for gradients and calls
+    all_reduce_gradients    one a tensor      2(n-1)/n · P        P
+    all_reduce_flat         one               2(n-1)/n · P        2P: gradients and their copy
+    DataParallel            one a bucket      2(n-1)/n · P        P: gradients lie in the buckets
+    ring_all_reduce         2(n-1) messages   2(n-1)/n · P        2P + P/n: and one chunk on its way
+
+With m micro-batches in a step, a rank adds up its own gradients first and sends them once.
 
     python 01_dp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 01_dp.py     the same, started by torchrun
 
 Guide: Data Parallelism · DP and gradient overlap · gradient_as_bucket_view · Gradient accumulation.
-Some of it does not hold. "N x 4 bytes per GPU" is the payload; a ring sends 2(n-1)/n of it: 490 GB
-for 70 B fp32 gradients on 8 GPUs, in 1.1 s at NVLink's 450 GB/s each way, not in 30 ms. A 7 B model
-does not fit an 80 GB GPU under pure data parallelism: weights, gradients and mixed-precision Adam
-are 16 bytes a parameter, 112 GB. Its accumulation loop adds up mean losses, which makes gradients K
-times too large. It names 25-50 MB and 50-100 MB as good buckets: measure yours (--plot).
-
-Questions  Q1.1 * what divides the loss?        Q1.2 * which tensors must start equal?
-           Q1.3 ** when may a bucket leave?     Q1.4 ** which micro-batch sends?
-           Q1.5 *** which chunk goes round?     Q1.6 *** and which comes home?
+Questions  Q1.1 * the divisor of the loss     Q1.2 * what must start equal
+           Q1.3 ** when a bucket may leave    Q1.4 ** which micro-batch sends
+           Q1.5 *** the chunks of a ring      Q1.6 *** the way home of whole sums
 """
-# B samples of the step · b on this rank · S bytes of a sample · D width · V vocabulary (256)
-# P parameters, in the proof their bytes · n ranks · K micro-batches
+# n ranks · r this rank · m micro-batches · B sequences · b sequences of this rank
+# S tokens of a sequence · D width · V vocabulary · P parameters
 
-import argparse
-import hashlib
-import inspect
-import logging
-import math
-import os
-import signal
-import statistics
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter, namedtuple
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from pydoc_data.topics import topics
-from unittest.mock import patch
+import copy
+from contextlib import contextmanager, nullcontext
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "DataParallel",
-    "all_reduce_gradients",
-    "broadcast_parameters",
-    "ring_all_reduce",
-]
+__all__ = ["DataParallel", "all_reduce_gradients", "broadcast_parameters", "ring_all_reduce"]
 
 
-# ── the serial twin: a small language model over bytes ───────────────────────────────────────
-
-
-class Block(nn.Module):
-    """Attention, then an MLP, each on a normed copy of the residual stream: (b, S, D) to itself."""
-
-    def __init__(self, D, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x_bSD):
-        qkv = self.qkv(self.norm_attention(x_bSD)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_bSD = x_bSD + self.out(attended.transpose(1, 2).flatten(2))
-        return x_bSD + self.down(F.gelu(self.up(self.norm_mlp(x_bSD))))
+# ── the serial twin: a small language model over bytes, from torch's own layers ──────────────
 
 
 class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next byte (b, S, V): 1.1 M parameters by default, in 54
-    tensors from 128 elements to 65,536."""
+    """Maps bytes (b, S) to logits of the next byte (b, S, V)."""
 
     def __init__(self, D=128, layers=5, heads=4, S=64, V=256):
         super().__init__()
         self.token, self.position = nn.Embedding(V, D), nn.Embedding(S, D)
-        self.blocks = nn.ModuleList(Block(D, heads) for _ in range(layers))
+        options = dict(dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(D, heads, 4 * D, **options) for _ in range(layers)
+        )
         self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, V, bias=False)
 
     def forward(self, x_bS):
-        positions_S = torch.arange(x_bS.shape[1], device=x_bS.device)
-        x_bSD = self.token(x_bS) + self.position(positions_S)
+        later_SS = torch.ones(2 * x_bS.shape[1:], dtype=torch.bool, device=x_bS.device).triu(1)
+        x_bSD = self.token(x_bS) + self.position.weight[: x_bS.shape[1]]
         for block in self.blocks:
-            x_bSD = block(x_bSD)
+            x_bSD = block(x_bSD, src_mask=later_SS, is_causal=True)
         return self.head(self.norm(x_bSD))
 
 
+# ── the axis by hand: one divisor, one start, one sum ────────────────────────────────────────
+
+# Two ranks have four labels, with the losses 2, 4 and 6 on rank 0 and 8 on rank 1. The mean is 5.
+#
+#             sum   divided by the rank's labels   divided by the labels of the step
+#   rank 0    12    12 / 3 = 4                     12 / 4 = 3
+#   rank 1     8     8 / 1 = 8                      8 / 4 = 2
+#   together        mean (4 + 8) / 2 = 6, wrong    sum 3 + 2 = 5, right
+#
+# The gradients follow the losses. So the loss is divided once, and gradients are only added.
+
+
 def valid_tokens(y_bS, group):
-    """How many labels of the whole step count, on all ranks of the group: not those of -100."""
-    count = (y_bS != -100).sum()
+    """Count the labels of the whole step, over all ranks; a label of -100 does not count."""
+    num_labels = (y_bS != -100).sum()
     # all_reduce(SUM) over dp, 1: every rank now knows the divisor of the whole step
-    dist.all_reduce(count, group=group)
-    return count
+    dist.all_reduce(num_labels, group=group)
+    return num_labels
 
 
-def loss_and_gradients(model, x_bS, y_bS, valid):
-    """Backward of this rank's share of the loss; returns the share, in nats per valid token."""
+def loss_share(model, x_bS, y_bS, num_labels):
+    """Compute this part's share of the mean loss of the step; all shares add up to the mean.
+
+    Where no label of the step counts (num_labels is 0), the share and its gradients are 0.
+    """
     logits_bSV = model(x_bS)
-    # Q1.1 * Ranks hold unequal numbers of labels. What is a rank's part of the mean over all?
+    # Q1.1 * Ranks hold unequal numbers of labels. By which number does a rank divide its sum?
     #        hint: parts that add up need one divisor, and no part may divide by its own count
-    lost = F.cross_entropy(logits_bSV.flatten(0, 1), y_bS.flatten(), reduction="sum")
-    share = lost / valid
+    loss_sum = F.cross_entropy(logits_bSV.flatten(0, 1), y_bS.flatten(), reduction="sum")
+    loss = loss_sum / max(num_labels, 1)
     # /Q1.1
-    share.backward()
-    return share.detach()
-
-
-# ── the same start ───────────────────────────────────────────────────────────────────────────
+    return loss
 
 
 @torch.no_grad()
 def broadcast_parameters(module, group):
     """Give every rank of the group the parameters and buffers of its rank 0, in place."""
-    # Q1.2 * Ranks that start apart stay apart, whatever they sum. What do they have to share?
+    # Q1.2 * Ranks that start apart stay apart, whatever they add up. Which tensors must be equal?
     #        hint: a step changes parameters; a forward may change more than those
     for tensor in (*module.parameters(), *module.buffers()):
         # broadcast from rank 0 over dp, P in all: every rank now starts from the same model
@@ -140,135 +106,163 @@ def broadcast_parameters(module, group):
     # /Q1.2
 
 
-# ── the ladder: who adds the gradients, in how many calls, and when ──────────────────────────
+def gradients_of(module):
+    """Return the gradients of all parameters that need one; RuntimeError names those without."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if missing := [name for name, param in params.items() if param.grad is None]:
+        raise RuntimeError(f"no gradient for {', '.join(missing)}: ranks would add other tensors")
+    return [param.grad for param in params.values()]
 
 
 def all_reduce_gradients(module, group):
-    """Sum the gradients over the group after backward, one all-reduce a tensor, in place."""
-    for param in module.parameters():
-        if param.grad is not None:
-            # all_reduce(SUM) over dp, one tensor: every rank now holds the sum of the gradients
-            dist.all_reduce(param.grad, group=group)
+    """Add up the gradients over the group, in place, one call a tensor; call it once a step."""
+    for gradient in gradients_of(module):
+        # all_reduce(SUM) over dp, one tensor: every rank now holds the sum of the gradients
+        dist.all_reduce(gradient, group=group)
 
 
-def all_reduce_flat(module, group, all_reduce=None):
-    """Sum the gradients over the group in one call, through a copy that is as large as they are:
-    a call has a cost however little it carries."""
-    gradients = [param.grad for param in module.parameters() if param.grad is not None]
+def step_by_hand(model, micro_batches, num_labels, group, reduce=all_reduce_gradients):
+    """Run backward on all micro-batches, then reduce once. Returns this rank's share of the loss."""
+    loss = 0
+    for x_bS, y_bS in micro_batches:
+        share = loss_share(model, x_bS, y_bS, num_labels)
+        share.backward()  # adds to .grad, so the sum over micro-batches costs no message
+        loss = loss + share.detach()
+    reduce(model, group)
+    return loss
+
+
+# ── fewer calls: one flat copy ───────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def flat_gradients(module):
+    """Give a block a flat copy (P) of all gradients; afterwards, write the copy back into them."""
+    gradients = gradients_of(module)
     flat_P = torch.cat([gradient.flatten() for gradient in gradients])
-    # all_reduce(SUM) over dp, P: every rank now holds the sum of all gradients
-    (all_reduce or dist.all_reduce)(flat_P, group=group)
+    yield flat_P
     for gradient, part in zip(gradients, flat_P.split([g.numel() for g in gradients])):
         gradient.copy_(part.view_as(gradient))
 
 
-@dataclass
+def all_reduce_flat(module, group):
+    """Add up the gradients over the group in one call: each call has a cost of its own."""
+    with flat_gradients(module) as flat_P:
+        # all_reduce(SUM) over dp, P: every rank now holds the sum of all gradients
+        dist.all_reduce(flat_P, group=group)
+
+
+# ── no copy and no waiting: buckets that leave while backward runs ───────────────────────────
+
+
 class Bucket:
-    """Gradients that travel together: `flat` is what is sent, `views` its parts by parameter."""
+    """Gradients that travel together: `flat` is sent, and `views[param]` is a gradient's place."""
 
-    flat: torch.Tensor
-    views: dict
-    work: dist.Work = None
+    def __init__(self, params, dtype):
+        sizes = [param.numel() for param in params]
+        self.flat = params[0].new_zeros(sum(sizes), dtype=dtype)
+        self.views = {p: part.view_as(p) for p, part in zip(params, self.flat.split(sizes))}
+        self.work = None  # the all-reduce on its way
 
 
-def fill_buckets(parameters, bucket_mb, reduce_dtype=None):
-    """Buckets of one dtype and device, of at most bucket_mb MB unless one tensor is larger.
+def fill_buckets(params, bucket_mb, dtype=None):
+    """Sort parameters into buckets of one dtype and device, of at most bucket_mb MB unless one
+    tensor is larger. dtype is the buckets' own, by default that of the parameters.
 
-    Filled from the last parameter to the first, as backward finds their gradients: roughly, and
-    only the speed depends on it.
+    Backward finds the gradients of the last layers first, so the last parameter comes first. The
+    values do not depend on this order, only the time does.
     """
-    groups, filling = [], {}
-    for param in reversed(list(parameters)):
-        dtype = reduce_dtype or param.dtype
-        group = filling.get((param.dtype, param.device), [])
-        if not group or sum(p.numel() for p in [*group, param]) * dtype.itemsize > bucket_mb * 1e6:
-            group = filling[param.dtype, param.device] = []
-            groups.append(group)
-        group.append(param)
-    buckets = []
-    for group in groups:
-        flat = group[0].new_zeros(sum(p.numel() for p in group), dtype=reduce_dtype)
-        parts = flat.split([p.numel() for p in group])
-        buckets.append(Bucket(flat, {p: part.view_as(p) for p, part in zip(group, parts)}))
-    return buckets
+    contents, filling = [], {}
+    for param in reversed(list(params)):
+        nbytes = param.numel() * (dtype or param.dtype).itemsize
+        bucket_params, free = filling.get((param.dtype, param.device), ([], 0))
+        if not bucket_params or nbytes > free:
+            bucket_params, free = [], bucket_mb * 1e6
+            contents.append(bucket_params)
+        bucket_params.append(param)
+        filling[param.dtype, param.device] = bucket_params, free - nbytes
+    return [Bucket(bucket_params, dtype) for bucket_params in contents]
 
 
-class DataParallel(nn.Module):
-    """A module whose gradients are summed over a group while backward still runs.
+class BucketedDataParallel(nn.Module):
+    """Wraps a module and adds up its gradients over a group while backward still runs.
 
-    Args: group; bucket_mb, the size of what is sent at once; overlap=False sends after backward
-    instead; reduction, "sum", or "mean" as torch's DistributedDataParallel divides; reduce_dtype,
-    in which gradients are added, by default their own; find_unused=True, where a parameter may
-    get no gradient on some rank (it counts as zero there).
-
-    Its parameters start as rank 0's. Call `finish_gradient_synchronization()` between the last
-    backward and the step, and zero the gradients after it: what is left is summed once more.
-    Without reduce_dtype a `.grad` is a view of its bucket, and zero_grad(set_to_none=False) leaves
-    it one. Buffers are made equal at the start only, not before each forward.
+    A step is: backward of each micro-batch, all but the last inside `no_sync()`;
+    `finish_gradient_synchronization()`; the optimizer's step; zero the gradients.
     Source: Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2.
     """
 
-    def __init__(
-        self, module, group, bucket_mb=25, overlap=True,
-        reduction="sum", reduce_dtype=None, find_unused=False,
-    ):  # fmt: skip
+    op, reduce_dtype = dist.ReduceOp.SUM, None
+
+    def __init__(self, module, group, bucket_mb=25, overlap=True):
         super().__init__()
-        self.module, self.group = module, group
-        self.overlap, self.find_unused = overlap, find_unused
-        self.op = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}[reduction]
+        self.module, self.group, self.bucket_mb, self.overlap = module, group, bucket_mb, overlap
+        self.names, self.buckets, self.views = {}, [], {}
+        self.params_ready, self.launched, self.synchronizing = set(), 0, True
         broadcast_parameters(module, group)
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.buckets = fill_buckets(self.names, bucket_mb, reduce_dtype)
-        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.views}
-        self.synchronizing, self.arrived, self.launched = True, set(), 0
-        for param in self.names:
+        self.watch({p: name for name, p in module.named_parameters() if p.requires_grad})
+
+    def watch(self, names):
+        """Make buckets for some parameters, and let autograd call `ready` for each of them."""
+        self.names |= names
+        for bucket in fill_buckets(names, self.bucket_mb, self.reduce_dtype):
+            self.buckets.append(bucket)
+            self.views |= bucket.views
+        for param in names:
             param.register_post_accumulate_grad_hook(self.ready)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def ready(self, param):
-        """This backward's part of param.grad is in. Autograd calls it; so must whoever
-        accumulates a gradient without autograd. Raises RuntimeError at a second time in a step."""
-        if param.grad is None:  # backward owes it still: autograd calls hooks for a None as well
+        """Note that this backward has added its part to param.grad. Autograd calls this method;
+        whoever adds to a gradient without autograd must call it too."""
+        if param.grad is None:  # a custom backward returned None and will add the gradient later
             return
-        view = self.bucket_of[param].views[param]
-        if param.grad is not view and param.grad.dtype == view.dtype:
-            view.copy_(param.grad)
-            param.grad = view  # from here on, backward adds into the bucket itself
+        self.deposit(param)
         if not self.synchronizing:
             return
-        if param in self.arrived:
+        if param in self.params_ready:
             raise RuntimeError(
                 f"{self.names[param]} got two gradients in one step: put no_sync() around all "
                 "micro-batches but the last, and finish_gradient_synchronization() after it"
             )
-        self.arrived.add(param)
+        self.params_ready.add(param)
         if self.overlap:
-            self._launch_complete()
+            self.launch_full_buckets()
 
-    def _launch_complete(self):
-        # Q1.3 ** Ranks may see gradients arrive in different orders. Which buckets may leave now?
+    def deposit(self, param):
+        """Bring param.grad into its bucket. From then on, backward adds into the bucket itself."""
+        view = self.views[param]
+        if param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
+
+    def launch_full_buckets(self):
+        """Send the buckets that are full, in the order of `self.buckets`.
+
+        Collectives have no names: the first call of one rank meets the first call of the others.
+        Gradients may arrive in another order on another rank, so a full bucket waits for the
+        buckets before it.
+        """
+        # Q1.3 ** Gradients may arrive in another order on each rank. Which buckets may leave now?
         #         hint: collectives meet in the order in which each rank calls them
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
-            if not bucket.views.keys() <= self.arrived:
+            if not bucket.views.keys() <= self.params_ready:
                 break
-            self._launch(bucket)
+            self.launch(bucket)
             self.launched += 1
         # /Q1.3
 
-    def _launch(self, bucket):
-        for param, view in bucket.views.items():
-            if param.grad is not view:
-                view.copy_(param.grad)
+    def launch(self, bucket):
         # all_reduce(SUM) over dp, one bucket: on its way while backward goes on
         bucket.work = dist.all_reduce(bucket.flat, op=self.op, group=self.group, async_op=True)
 
     @contextmanager
     def no_sync(self):
-        """Around a micro-batch that is not the step's last: its gradients stay on this rank."""
-        # Q1.4 ** Sums of sums may be taken in any order. Which order sends the least?
+        """Keep the gradients of a micro-batch on this rank: the step's last one sends them too."""
+        # Q1.4 ** Sums may be taken in any order. Which micro-batches can do without a message?
         #         hint: a gradient that was summed over ranks must not be summed again
         self.synchronizing = False
         try:
@@ -278,425 +272,474 @@ class DataParallel(nn.Module):
         # /Q1.4
 
     def finish_gradient_synchronization(self):
-        """Send what has not left, wait for all of it: every `.grad` is then the reduced one.
+        """Send the buckets that are left and wait for all: each `.grad` is then the sum.
 
-        Raises RuntimeError, with names and rank, where a parameter got no gradient, before it
-        waits for anyone.
+        Before it waits, it raises RuntimeError with this rank and the parameters without gradient.
         """
-        missing = [param for param in self.names if param not in self.arrived]
-        if missing and not self.find_unused:
+        if missing := [name for p, name in self.names.items() if p not in self.params_ready]:
             raise RuntimeError(
-                f"rank {dist.get_rank(self.group)}: no gradient for "
-                f"{', '.join(self.names[param] for param in missing)}; "
-                "if that is meant, say find_unused=True"
+                f"rank {dist.get_rank(self.group)}: no gradient for {', '.join(missing)}; "
+                "if that is meant, say DataParallel(find_unused=True)"
             )
-        for param in missing:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            self.ready(param)
-        self._launch_complete()
+        self.launch_full_buckets()
         for bucket in self.buckets:
             bucket.work.wait()
-            for param, view in bucket.views.items():
-                if param.grad is not view:
-                    param.grad.copy_(view)
-        self.arrived.clear()
+        self.params_ready.clear()
         self.launched = 0
 
 
-def accumulate(parallel, micro_batches, valid):
-    """Backward of K micro-batches, reduced once. Returns this rank's share of the loss."""
-    *first, last = micro_batches
-    with parallel.no_sync():
-        loss = sum(loss_and_gradients(parallel, x_bS, y_bS, valid) for x_bS, y_bS in first)
-    loss = loss + loss_and_gradients(parallel, *last, valid)
+def accumulate(parallel, micro_batches, num_labels):
+    """Run backward on m micro-batches, reduced once. Returns this rank's share of the loss."""
+    loss, micro_batches = 0, list(micro_batches)
+    for k, (x_bS, y_bS) in enumerate(micro_batches, start=1):
+        with nullcontext() if k == len(micro_batches) else parallel.no_sync():
+            share = loss_share(parallel, x_bS, y_bS, num_labels)
+            share.backward()
+        loss = loss + share.detach()
     parallel.finish_gradient_synchronization()
     return loss
 
 
-# ── all-reduce by hand ───────────────────────────────────────────────────────────────────────
+# ── all-reduce by hand: chunks go round a ring, and every link is always busy ────────────────
+
+# n = 4, four chunks. Each line has the chunks that ranks 0, 1, 2 and 3 send to the rank after them.
+#
+#   the receiver adds:     step 0   0 1 2 3     rank 1 adds chunk 0 of rank 0 to its own chunk 0
+#                          step 1   3 0 1 2     rank 1 sends on what it has added up
+#                          step 2   2 3 0 1     now the whole sum of chunk 1 is on rank 0,
+#   the receiver copies:   step 0   1 2 3 0     of 2 on rank 1, of 3 on rank 2, of 0 on rank 3
+#                          step 1   0 1 2 3
+#                          step 2   3 0 1 2     every rank has sent 6 of the 2 · 4 chunks
 
 
-def _exchange(sends, receives, group):
-    """Send and receive (tensor, group rank) pairs at once: in one batch, no order can deadlock."""
-    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x, to in sends]
-    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=of) for x, of in receives]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-
-
-def gather_and_broadcast(x, group):
-    """Sum x over the group, in place, the obvious way: all to rank 0, which adds and sends back.
-    Rank 0's link carries (n-1) · x each way while the others wait."""
+def pass_on(outgoing, incoming, group):
+    """Send a tensor to the next rank of the ring and receive one from the rank before, at once."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    if r:
-        _exchange([(x, 0)], [], group)
-        _exchange([], [(x, 0)], group)
-        return
-    part = torch.empty_like(x)
-    for peer in range(1, n):
-        _exchange([], [(part, peer)], group)
-        x += part
-    _exchange([(x, peer) for peer in range(1, n)], [], group)
+    right = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(r + 1) % n)
+    left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(r - 1) % n)
+    # posted together: if all ranks sent first and received then, all would wait for each other
+    operations = [operation for operation in (right, left) if operation.tensor.numel()]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def ring_all_reduce(x, group):
-    """Sum x (any numel) over the group, in place: chunks go round, and every link is always busy.
+    """Add up x (any numel) over the group, in place. If rank 0 gathered all x and sent the sum
+    back, its link would carry (n-1) · x each way; here every rank sends less than 2 · x.
 
-    Rank r sends 2 · numel less two chunks, whatever n is. Source: Patarasu & Yuan, Bandwidth
-    optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
+    Source: Patarasu & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations,
+    JPDC 69 (2009).
     """
     n, r = dist.get_world_size(group), dist.get_rank(group)
     chunks = x.view(-1).tensor_split(n)  # some are empty where numel < n: they are not sent
-    arriving = torch.empty_like(chunks[0])
-
-    def pass_on(outgoing, incoming):
-        _exchange(
-            [(outgoing, (r + 1) % n)] if outgoing.numel() else [],
-            [(incoming, (r - 1) % n)] if incoming.numel() else [],
-            group,
-        )
-
-    # Q1.5 *** Each step, a rank sends one chunk on and adds one. Which, so that sums pile up?
+    buffer = torch.empty_like(chunks[0])
+    # Q1.5 *** Which chunk does rank r send in each step, and to which does it add what arrives?
     #          hint: what you sent last step is where your left neighbour's next one belongs
     for step in range(n - 1):
-        mine, theirs = chunks[(r - step) % n], chunks[(r - step - 1) % n]
-        pass_on(mine, arriving[: theirs.numel()])
-        theirs += arriving[: theirs.numel()]
+        outgoing, incoming = chunks[(r - step) % n], chunks[(r - step - 1) % n]
+        arriving = buffer[: incoming.numel()]
+        pass_on(outgoing, arriving, group)
+        incoming += arriving
     # /Q1.5
-    # Q1.6 *** Rank r now holds the whole sum of one chunk. Which, and how do the others get it?
+    # Q1.6 *** Rank r holds the whole sum of one chunk. Which, and which chunks does it send next?
     #          hint: the same journey, with copies instead of sums, beginning one chunk later
     for step in range(n - 1):
-        mine, theirs = chunks[(r + 1 - step) % n], chunks[(r - step) % n]
-        pass_on(mine, theirs)
+        outgoing, incoming = chunks[(r + 1 - step) % n], chunks[(r - step) % n]
+        pass_on(outgoing, incoming, group)
     # /Q1.6
 
 
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
+# ── what a library adds: options, and modules and loops that were not made for it ────────────
 
 
-def after_backward(reduce, own_divisor=False, every_time=False):
-    """A rung that calls reduce(model, group) once backward is over. Wrong on purpose: own_divisor
-    takes the mean of the ranks' means; every_time sums again after each micro-batch."""
+class DataParallel(BucketedDataParallel):
+    """BucketedDataParallel with options; refuses what would go wrong without a word.
 
-    def rung(model, group):
-        def step(micro_batches, valid):
-            if own_divisor:
-                own = sum((y_bS != -100).sum() for _, y_bS in micro_batches)
-                valid = own * dist.get_world_size(group)
-            loss = 0
-            for k, (x_bS, y_bS) in enumerate(micro_batches, start=1):
-                loss = loss + loss_and_gradients(model, x_bS, y_bS, valid)
-                if every_time or k == len(micro_batches):
-                    reduce(model, group)
-            return loss
+    Args:
+        bucket_mb: at most so many MB are sent at once, unless one tensor is larger.
+        overlap: False sends all buckets after backward.
+        reduction: "sum", or "mean", which divides by n as torch's DistributedDataParallel does.
+        reduce_dtype: dtype in which micro-batches and ranks are added up; by default each
+            parameter's own, and then `.grad` is a view of a bucket.
+        find_unused: True lets a parameter lack a gradient on some ranks, where it counts as zero.
+            If it has none on all ranks, its `.grad` is None on all ranks.
+    Raises Disagreement if the ranks have different modules or options. A parameter may be frozen
+    (with find_unused) or unfrozen after wrapping, if it is on all ranks. Buffers are made equal
+    at the start only.
+    """
 
-        return step
+    sending = WeakValueDictionary()  # {group: the DataParallel whose gradients are on their way}
 
-    return rung
+    def __init__(
+        self, module, group, bucket_mb=25, overlap=True,
+        reduction="sum", reduce_dtype=None, find_unused=False,
+    ):  # fmt: skip
+        self.op = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}[reduction]
+        self.reduce_dtype, self.find_unused = reduce_dtype, find_unused
+        self.fresh = set()  # parameters that got a gradient since the last reduction
+        self.flags = {}  # {tensor of one number a parameter: those parameters}
+        options = f"{bucket_mb=} {overlap=} {reduction=} {reduce_dtype=} {find_unused=}"
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        agree([options, *(f"{name} {tuple(x.shape)} {x.dtype} requires_grad={x.requires_grad}"
+                          for name, x in tensors)], group)  # fmt: skip
+        super().__init__(module, group, bucket_mb, overlap)
+
+    def watch(self, names):
+        """Make buckets as above. With find_unused, one number a parameter travels in them: how
+        many ranks have a gradient of it."""
+        if self.find_unused and names:
+            flags = next(iter(names)).new_zeros(len(names)).requires_grad_()
+            self.flags[flags] = list(names)
+            names = {flags: "flags", **names}
+        super().watch(names)
+
+    def forward(self, *args, **kwargs):
+        if any(param.grad is None for param in self.fresh):  # somebody zeroed an unfinished step
+            self.reset()
+        return super().forward(*args, **kwargs)
+
+    def ready(self, param):
+        if (
+            self.synchronizing
+            and self.overlap
+            and self.sending.setdefault(self.group, self) is not self
+        ):
+            raise RuntimeError(
+                "two DataParallel of one group have gradients on their way, and ranks may mix them "
+                "up: finish one before the other's backward, or give overlap=False"
+            )
+        super().ready(param)
+
+    def deposit(self, param):
+        if param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+        view = self.views[param]
+        if view.dtype == param.dtype:
+            super().deposit(param)
+        else:
+            view.add_(param.grad) if param in self.fresh else view.copy_(param.grad)
+            param.grad.zero_()  # the bucket holds it: the next micro-batch adds to zeros
+        self.fresh.add(param)
+
+    def finish_gradient_synchronization(self):
+        """As above; raises RuntimeError too if this rank has no new gradient since the last call."""
+        params = self.module.named_parameters()
+        unfrozen = {p: name for name, p in params if p.requires_grad and p not in self.names}
+        if unfrozen:
+            agree([f"{name} unfrozen" for name in unfrozen.values()], self.group)
+            self.watch(unfrozen)
+            for param in unfrozen:
+                self.ready(param)
+        if not self.fresh:
+            raise RuntimeError(
+                f"rank {dist.get_rank(self.group)}: no backward since the last reduction; "
+                "a rank without a batch runs one on an empty batch, see join()"
+            )
+        for flags, params in self.flags.items():
+            for param in params:
+                if param not in self.fresh:
+                    self.views[param].zero_()
+            self.params_ready.update(params)
+            flags.grad = flags.new_tensor([float(param in self.fresh) for param in params])
+            self.ready(flags)
+        super().finish_gradient_synchronization()
+        used = {flags: 1 for flags in self.flags}
+        for flags, params in self.flags.items():
+            used |= zip(params, self.views[flags].tolist())
+        for param, view in self.views.items():
+            if not used.get(param, 1):
+                param.grad = None
+            elif param.grad is not view:
+                param.grad = view.to(param.dtype)
+        self.reset()
+
+    def reset(self):
+        """Forget the gradients of an unfinished step; every rank must then start the step again."""
+        for bucket in self.buckets[: self.launched]:
+            bucket.work.wait()
+        self.params_ready.clear()
+        self.fresh.clear()
+        self.launched = 0
+        if self.sending.get(self.group) is self:
+            del self.sending[self.group]
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.module, memo)  # an average of weights needs no buckets
 
 
-def during_backward(model, group, **options):
-    """The rung that sends buckets while backward runs, in the last micro-batch alone."""
-    parallel = DataParallel(model, group, bucket_mb=0.05, **options)
-    return partial(accumulate, parallel)
+def join(batches, empty, group):
+    """Yield this rank's batches, and then `empty` until every rank of the group has run out.
+
+    A rank without sequences adds zeros to the gradients and to the number of labels.
+    """
+    batches = iter(batches)
+    while True:
+        batch = next(batches, None)
+        going = torch.tensor(float(batch is not None), device=empty[0].device)
+        # all_reduce(MAX) over dp, 1: every rank now knows if some rank has a batch left
+        dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
+        if not going:
+            return
+        yield empty if batch is None else batch
+
+
+# ── from here on: proof, run, kit ──────────────────────────────────────────────────────────────
+
+from functools import partial
+from unittest.mock import patch
 
 
 def tiny_model(device, seed=0):
-    """A twin for the proof, float64, the same from the same seed."""
+    """Build the proof's twin in float64, the same from the same seed."""
     torch.manual_seed(seed)
     return LanguageModel(D=32, layers=2, heads=2, S=16).double().to(device)
 
 
-def proof_batch(n, device, K=3):
-    """Samples in n parts of K micro-batches each, as rank r has them in [r]: of unequal sizes,
-    and with labels that do not count."""
+def proof_batch(n, device, m=3):
+    """Draw a batch; entry [r] has the m micro-batches of rank r, as pairs of bytes and labels.
+    They differ in size and in the number of labels that count."""
     draw = torch.Generator().manual_seed(1)
-    x_BS, y_BS = torch.randint(256, (2, n * K + n + 1, 16), generator=draw).to(device)
+    x_BS, y_BS = torch.randint(256, (2, n * m + n + 1, 16), generator=draw).to(device)
     y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0, 0.9, len(y_BS))[:, None]] = -100
-    parts = zip(x_BS.tensor_split(n), y_BS.tensor_split(n))
-    return [list(zip(x.tensor_split(K), y.tensor_split(K))) for x, y in parts]
+    ranks = zip(x_BS.tensor_split(n), y_BS.tensor_split(n))
+    batch = [list(zip(x.tensor_split(m), y.tensor_split(m))) for x, y in ranks]
+    counts = [(y != -100).sum().item() for part in batch for _, y in part]
+    assert min(counts) > 0 and len({*counts}) > 1 and len(x_BS.unique()) > 50, "a trivial batch"
+    return batch
 
 
 def serial(shares):
-    """The twin: on one process, (loss, gradients) added up over (model, batch, divisor) shares."""
+    """Run on one process: add up the loss and gradients of (model, (x, y), divisor) shares."""
     losses, gradients = [], []
     for model, (x_bS, y_bS), divisor in shares:
-        logits_bVS = model(x_bS).transpose(1, 2)
-        lost_bS = F.cross_entropy(logits_bVS, y_bS, reduction="none")
-        losses.append(lost_bS.sum() / divisor)
+        nats_bS = F.cross_entropy(model(x_bS).transpose(1, 2), y_bS, reduction="none")
+        losses.append(nats_bS.sum() / divisor)
         gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
-    return sum(losses).detach(), [torch.stack(parts).sum(0) for parts in zip(*gradients)]
+    return [sum(losses).detach(), *(sum(parts) for parts in zip(*gradients))]
 
 
-def off(found, wanted):
-    """The largest relative error over pairs of tensors."""
-    return max(relative_error(f, w) for f, w in zip(found, wanted))
+def max_error(values, references):
+    """Return the largest relative error over pairs of tensors."""
+    return max(relative_error(*pair) for pair in zip(values, references, strict=True))
 
 
-@contextmanager
-def storages_sent():
-    """A dictionary, address to storage, of all tensors given to collectives inside."""
-    seen = {}
+def check(step, model, group):
+    """Take one step(model, micro_batches, num_labels) on this rank's part of the proof's batch.
 
-    def look(real):
-        def call(*args, **kwargs):
-            storage = next(a for a in args if torch.is_tensor(a)).untyped_storage()
-            seen[storage.data_ptr()] = storage
-            return real(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as patches:
-        for name in ("all_reduce", "P2POp"):
-            patches.enter_context(patch.object(dist, name, look(getattr(dist, name))))
-        yield seen
-
-
-def check(rung, group, device, own_start=False):
-    """One step of a rung on this rank's micro-batches, beside the twin on all of them.
-
-    Returns the loss of all ranks and the gradients, and the bytes that this rank sent, and that its
-    gradients and what it sent them from take. own_start seeds every rank apart.
+    Returns the loss of all ranks and the gradients; the bytes that this rank sent; and the bytes
+    of its gradients and of the tensors that it sent.
     """
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    batch = proof_batch(n, device)
-    valid = valid_tokens(torch.cat([y for _, y in batch[r]]), group)
-    model = tiny_model(device, seed=r if own_start else 0)
-    step = rung(model, group)
-    with Ledger() as ledger, storages_sent() as held:
-        loss = step(batch[r], valid)
+    storages, device = [], next(model.parameters()).device
+    micro_batches = proof_batch(dist.get_world_size(group), device)[dist.get_rank(group)]
+    num_labels = valid_tokens(torch.cat([y_bS for _, y_bS in micro_batches]), group)
+
+    def kept(call):
+        def keep(*args, **options):
+            storages.append(next(filter(torch.is_tensor, args)).untyped_storage())
+            return call(*args, **options)
+
+        return keep
+
+    with Ledger() as ledger, patch.multiple(
+        dist, all_reduce=kept(dist.all_reduce), P2POp=kept(dist.P2POp)
+    ):  # fmt: skip
+        loss = step(model, micro_batches, num_labels)
     # all_reduce(SUM) over dp, 1: the shares of the loss
     dist.all_reduce(loss, group=group)
     gradients = [param.grad for param in model.parameters()]
-    for storage in (gradient.untyped_storage() for gradient in gradients):
-        held[storage.data_ptr()] = storage
-    sent = sum(ledger.sent.values())
-    return [loss, *gradients], sent, sum(storage.nbytes() for storage in held.values())
+    storages += [gradient.untyped_storage() for gradient in gradients]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return [loss, *gradients], sum(ledger.sent.values()), sum(held.values())
 
 
-def ladder(P, n, r):
-    """(name, rung, bytes sent, bytes held) of each rung; P bytes of gradients, rank r of n."""
-    ring, after = 2 * (n - 1) / n * P, after_backward
-    yield "all_reduce_gradients", after(all_reduce_gradients), ring, P
-    yield "all_reduce_flat", after(all_reduce_flat), ring, 2 * P
-    yield "DataParallel, 3 micro-batches", during_backward, ring, P
-    yield "DataParallel(overlap=False)", partial(during_backward, overlap=False), ring, P
-    if n > 1:
-        naive = partial(all_reduce_flat, all_reduce=gather_and_broadcast)
-        by_hand = partial(all_reduce_flat, all_reduce=ring_all_reduce)
-        chunks = [8 * len(chunk) for chunk in torch.empty(P // 8, device="meta").tensor_split(n)]
-        # the first half of the journey sends all chunks but r + 1, the second all but r + 2
-        two_chunks = chunks[(r + 1) % n] + chunks[(r + 2) % n]
-        sent, held = (P, 2 * P) if r else ((n - 1) * P, 3 * P)
-        yield "gather_and_broadcast, rank 0", after(naive), sent, held
-        yield "ring_all_reduce", after(by_hand), 2 * P - two_chunks, 2 * P + chunks[0]
+def ring_flat(module, group):
+    """Add up the gradients by the ring above, in one flat copy."""
+    with flat_gradients(module) as flat_P:
+        ring_all_reduce(flat_P, group)
+
+
+def ladder(group, device):
+    """Yield each rung: name, step, model, and by formula the bytes that a rank sends and holds."""
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    size = sum(param.nbytes for param in tiny_model(device).parameters())
+    flags = 8 * len(list(tiny_model(device).parameters()))
+    ring = lambda nbytes: 2 * (n - 1) / n * nbytes
+    for reduce, held in (all_reduce_gradients, size), (all_reduce_flat, 2 * size):
+        step = partial(step_by_hand, group=group, reduce=reduce)
+        yield reduce.__name__, step, tiny_model(device), ring(size), held
+    for name, options, nbytes in [
+        ("DataParallel, 3 micro-batches", {}, size),
+        ("DataParallel(overlap=False)", dict(overlap=False), size),
+        ("DataParallel(find_unused=True)", dict(find_unused=True), size + flags),
+    ]:
+        parallel = DataParallel(tiny_model(device), group, bucket_mb=0.05, **options)
+        yield name, accumulate, parallel, ring(nbytes), nbytes
+    chunks = [8 * len(chunk) for chunk in torch.empty(size // 8, device="meta").tensor_split(n)]
+    # the first half of the way sends all chunks but r + 1, the second all but r + 2
+    sent = 2 * size - chunks[(r + 1) % n] - chunks[(r + 2) % n]
+    step = partial(step_by_hand, group=group, reduce=ring_flat)
+    yield "ring_all_reduce", step, tiny_model(device), sent, 2 * size + chunks[0] * (n > 1)
+
+
+def mean_of_means(model, micro_batches, num_labels, group):
+    """Wrong on purpose: each rank divides by its own labels, and then by the number of ranks."""
+    own_labels = sum((y_bS != -100).sum() for _, y_bS in micro_batches)
+    return step_by_hand(model, micro_batches, own_labels * dist.get_world_size(group), group)
+
+
+def reduce_every_time(model, micro_batches, num_labels, group):
+    """Wrong on purpose: sums that were reduced once are reduced again after each micro-batch."""
+    return sum(step_by_hand(model, [part], num_labels, group) for part in micro_batches)
 
 
 def proof(group, device):
-    """The rows of the table: the ladder, and what it looks like to leave out one idea of it."""
+    """Yield the rows of the table: every rung, and what it looks like to leave out an idea."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     batch, model = proof_batch(n, device), tiny_model(device)
-    total = sum((y != -100).sum() for part in batch for _, y in part)
-    whole = [torch.cat(tensors) for tensors in zip(*(b for part in batch for b in part))]
-    wanted_loss, wanted = serial([(model, whole, total)])
-    P = sum(param.nbytes for param in model.parameters())
-    for name, rung, sent, held in ladder(P, n, r):
-        found, sent_here, held_here = check(rung, group, device)
-        error = off(found, [wanted_loss, *wanted])
-        yield Row(name, error, (sent_here, sent), (held_here, held))
+    counts = [sum((y_bS != -100).sum() for _, y_bS in part) for part in batch]
+    whole = [torch.cat(tensors) for tensors in zip(*(pair for part in batch for pair in part))]
+    reference = serial([(model, whole, sum(counts))])
+    for name, step, rung_model, sent, held in ladder(group, device):
+        values, sent_here, held_here = check(step, rung_model, group)
+        yield Row(name, max_error(values, reference), (sent_here, sent), (held_here, held))
 
     own = tiny_model(device, seed=r)
     with Ledger() as ledger:
         broadcast_parameters(own, group)
-    start_error = off(own.parameters(), model.parameters())
-    passed_on = P if r < n - 1 else 0  # rank 0 sends, each passes it on, the last one keeps it
-    yield Row("broadcast_parameters", start_error, (ledger.sent["broadcast"], passed_on))
-    for name, rung, shares in wrong_on_purpose(batch, total, model) if n > 1 else ():
-        (_, *gradients), _, _ = check(rung, group, device, own_start="apart" in name)
-        predicted = off(serial(shares)[1], wanted)
-        yield Row(name, off(gradients, wanted), wrong=predicted)
+    sent = sum(param.nbytes for param in own.parameters()) * (r < n - 1)  # the last one sends none
+    error = max_error(own.parameters(), model.parameters())
+    yield Row("broadcast_parameters", error, (ledger.sent["broadcast"], sent))
+
+    parts = [(rank, k, pair) for rank, part in enumerate(batch) for k, pair in enumerate(part)]
+    seeded = [tiny_model(device, seed=rank) for rank in range(n)]
+    for name, step, rung_model, shares in [
+        ("each rank seeded apart", step_by_hand, seeded[r],
+         [(seeded[rank], pair, sum(counts)) for rank, _, pair in parts]),
+        ("mean of the ranks' means", mean_of_means, tiny_model(device),
+         [(model, pair, n * counts[rank]) for rank, _, pair in parts]),
+        # what was summed after micro-batch k of 3 is summed again, n times, after each later one
+        ("every micro-batch is summed", reduce_every_time, tiny_model(device),
+         [(model, pair, sum(counts) / n ** (2 - k)) for _, k, pair in parts]),
+    ] if n > 1 else ():  # fmt: skip
+        (_, *gradients), _, _ = check(partial(step, group=group), rung_model, group)
+        predicted = max_error(serial(shares)[1:], reference[1:])
+        yield Row(name, max_error(gradients, reference[1:]), wrong=predicted)
 
 
-def wrong_on_purpose(batch, total, model):
-    """(name, rung, shares): a rung without one idea, and the shares that it adds up instead."""
-    n, device = len(batch), total.device
-    counts = [sum((y != -100).sum() for _, y in part) for part in batch]
-    alone = [tiny_model(device, seed=rank) for rank in range(n)]
-    yield (
-        "each rank seeded apart", after_backward(all_reduce_gradients),
-        [(alone[rank], b, total) for rank, part in enumerate(batch) for b in part],
-    )  # fmt: skip
-    yield (
-        "mean of the ranks' means", after_backward(all_reduce_gradients, own_divisor=True),
-        [(model, b, n * count) for part, count in zip(batch, counts) for b in part],
-    )  # fmt: skip
-    yield (
-        "every micro-batch is summed", after_backward(all_reduce_gradients, every_time=True),
-        # of K = 3, what is summed after micro-batch k is summed again, n times, at each later one
-        [(model, b, total / n ** (2 - k)) for part in batch for k, b in enumerate(part)],
-    )  # fmt: skip
-
-
-def overlap_order(group, device):
-    """Marks of one step, in order: "gradient", "all_reduce" of a bucket, "wait" for one."""
-    model, n = tiny_model(device), dist.get_world_size(group)
-    batch = proof_batch(n, device)[dist.get_rank(group)]
+def order_of_events(group, device, bucket_mb=0.05, overlap=True):
+    """Return a step's events as they came: "gradient", "all_reduce" of a bucket, "wait" for it."""
+    model, events = tiny_model(device), []
+    batch = proof_batch(dist.get_world_size(group), device)[dist.get_rank(group)]
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: ledger.mark("gradient"))
+    parallel = DataParallel(model, group, bucket_mb, overlap)
     with Ledger() as ledger:
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda _: ledger.mark("gradient"))
-        step = during_backward(model, group)
-        ledger.events.clear()
-        step(batch[-1:], valid=torch.tensor(1.0, device=device))
+        accumulate(parallel, batch[-1:], num_labels=1)
     return [event.what for event in ledger.events]
 
 
-# ── run ──────────────────────────────────────────────────────────────────────────────────────
+# ── the run ──────────────────────────────────────────────────────────────────────────────────
 
 
-class Flights:
-    """When each gradient of a DataParallel arrived, and each of its buckets left and landed, in
-    seconds; `clear()` before a step. The clock is the host's: on gloo it sees the network."""
-
-    def __init__(self, parallel):
-        self.gradients, self.buckets, self._launch = [], [], parallel._launch
-        parallel._launch = self._timed_launch
-        for param in parallel.names:
-            param.register_post_accumulate_grad_hook(
-                lambda _: self.gradients.append(time.perf_counter())
-            )
-
-    def _timed_launch(self, bucket):
-        flight = [time.perf_counter(), None]
-        self.buckets.append(flight)
-        self._launch(bucket)
-        land = lambda _: flight.__setitem__(1, time.perf_counter())
-        bucket.work.get_future().then(land)
-
-    def clear(self):
-        self.gradients.clear()
-        self.buckets.clear()
-
-    def hidden(self):
-        """The share of the buckets' time in flight that backward was still running, 0 to 1."""
-        landed = self.gradients[-1]
-        behind = sum(max(0.0, min(b, landed) - a) for a, b in self.buckets)
-        return behind / max(sum(b - a for a, b in self.buckets), 1e-9)
-
-
-def train_step(parallel, optimizer, batch, K, group):
-    """One step on this rank's part of the batch, in K micro-batches. Returns the step's loss."""
+def train_step(parallel, optimizer, batch, m, group):
+    """Take one step on this rank's part of a batch; return the mean loss of the whole batch."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     x_bS, y_bS = (whole.tensor_split(n)[r] for whole in batch)
-    valid = valid_tokens(y_bS, group)
-    loss = accumulate(parallel, zip(x_bS.tensor_split(K), y_bS.tensor_split(K)), valid)
-    optimizer.step()
+    num_labels = valid_tokens(y_bS, group)
+    loss = accumulate(parallel, zip(x_bS.tensor_split(m), y_bS.tensor_split(m)), num_labels)
+    if num_labels:
+        optimizer.step()
+    else:
+        say("no label of the batch counts: the step is skipped")
     optimizer.zero_grad(set_to_none=False)
     # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
     dist.all_reduce(loss, group=group)
     return loss.item()
 
 
-def build(bucket_mb, group, device):
-    """The model of the run, its ranks seeded apart and brought together, and its optimizer."""
-    torch.manual_seed(dist.get_rank(group))
-    parallel = DataParallel(LanguageModel().to(device), group, bucket_mb)
-    return parallel, torch.optim.AdamW(parallel.parameters(), lr=2e-3)
-
-
 def train(args, group, device):
-    """Train on text; print the loss beside the unigram entropy, and what a step sends."""
-    text, (parallel, optimizer) = read_text(args.text, 0), build(args.bucket_mb, group, device)
-    flights, n = Flights(parallel), dist.get_world_size(group)
-    P = sum(param.nbytes for param in parallel.parameters())
-    formula = 2 * (n - 1) / n * (P + 8 + 4)  # the gradients, the count of tokens, the loss
-    say(f"\n{P // 4:,} parameters, {len(parallel.buckets)} buckets of {args.bucket_mb} MB; "
-        f"unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
-    say("step   loss   tokens/s   sent/step     formula   hidden behind backward (medians of 10)")
-    rates, shares, as_claimed = [], [], True
+    """Train on text; return the model and, if a step sent other bytes than by formula, 1."""
+    torch.manual_seed(dist.get_rank(group))  # ranks start apart: DataParallel brings them together
+    parallel = DataParallel(LanguageModel().to(device), group, args.bucket_mb)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=2e-3)
+    text, n, broken = read_text(args.text, 0), dist.get_world_size(group), 0
+    size = sum(param.nbytes for param in parallel.parameters())
+    # the gradients, the number of labels (8 bytes), the loss
+    formula = 2 * (n - 1) / n * (size + 8 + torch.get_default_dtype().itemsize)
+    say(
+        f"\n{len(parallel.buckets)} buckets of {args.bucket_mb} MB; a guess that knows no context "
+        f"has a loss of {unigram_entropy(text):.3f}\nstep   loss   bytes sent      formula"
+    )
     for step in range(args.steps):
         batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
-        flights.clear()
-        started = time.perf_counter()
         with Ledger() as ledger:
             loss = train_step(parallel, optimizer, batch, args.micro_batches, group)
-        rates.append(args.batch * 64 / (time.perf_counter() - started))
-        shares.append(flights.hidden())
         sent = sum(ledger.sent.values())
-        as_claimed &= abs(sent - formula) < 0.5
+        broken |= abs(sent - formula) > 0.5
         if step % 10 == 0 or step == args.steps - 1:
-            rate, hidden = (statistics.median(recent[-10:]) for recent in (rates, shares))
-            say(f"{step:4}{loss:7.3f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}{hidden:10.0%}")
+            say(f"{step:4}{loss:7.3f}{sent:13,.0f}{formula:13,.0f}")
     weights = torch.cat([param.detach().flatten() for param in parallel.parameters()])
-    digest = hashlib.sha256(weights.cpu().numpy().tobytes()).digest()[:6]
-    digests = torch.tensor([*digest, *(-byte for byte in digest)], device=device)
-    # all_reduce(MAX) over dp, 12: of each byte the largest and, negated, the smallest
-    dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=group)
-    alike = torch.equal(digests[:6], -digests[6:])
-    say(f"weights {digest.hex()} on {'every rank' if alike else 'rank 0, OTHERS ON OTHER RANKS'}")
-    return 0 if alike and as_claimed else 1
+    digest = sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
+    agree([f"weights {digest}"], group)
+    say(f"weights {digest} on every rank")
+    return parallel.module, int(broken)
 
 
-def plot(args, group, device):
-    """Draw one step's timeline for three bucket sizes: gradients above, buckets below."""
-    import matplotlib
+def plot(path, group, device):
+    """Draw a step's events in their order: gradients above, and buckets from call to wait."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    text = read_text(args.text, 0)
-    figure, axes = plt.subplots(3, figsize=(9, 7), layout="constrained", sharex=True)
-    for bucket_mb, axis in zip((0.1, 0.5, 25), axes):
-        parallel, optimizer = build(bucket_mb, group, device)
-        flights = Flights(parallel)
-        for step in range(3):  # the last is drawn: the first two warm up
-            batch = [whole.to(device) for whole in sample(text, step, args.batch, 64)]
-            dist.barrier(group=group)
-            flights.clear()
-            train_step(parallel, optimizer, batch, 1, group)
-        start, N = flights.gradients[0], len(flights.buckets)
-        ms = lambda seconds: [1e3 * (t - start) for t in seconds]
-        axis.vlines(ms(flights.gradients), 0.2, 1, color="#0b3c5d", linewidth=1)
-        axis.axvline(ms(flights.gradients)[-1], color="k", linestyle=":", linewidth=1)
-        for k, (left, landed) in enumerate(map(ms, flights.buckets)):
-            axis.barh(-2 * (k + 0.5) / N, landed - left, min(1.4 / N, 0.3), left, color="#f2a541")
-        axis.set_yticks([0.6, -1], ["gradients", "buckets\nin flight"])
-        hidden = f"{flights.hidden():.0%} of their flight is hidden"
-        title = f"buckets of {bucket_mb} MB: {N}; {hidden}"
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-    axes[-1].set_xlabel("ms since the first gradient; dotted: the last one, backward is over")
-    if dist.get_rank() == 0:
-        figure.savefig(args.plot, dpi=110)
-        print(f"drew {args.plot}")
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    settings = [(0.05, False), (0.05, True), (0.1, True)]
+    for (bucket_mb, overlap), axes in zip(settings, figure.subplots(3, sharex=True)):
+        order = order_of_events(group, device, bucket_mb, overlap)
+        at = {what: [i for i, e in enumerate(order) if e == what] for what in set(order)}
+        early = sum(i < at["gradient"][-1] for i in at["all_reduce"])
+        axes.vlines(at["gradient"], 0.5, 1.5, color="#0b3c5d", linewidth=2)
+        for k, (call, wait) in enumerate(zip(at["all_reduce"], at["wait"])):
+            axes.barh(-k, wait - call, 0.8, left=call, color="#f2a541")
+        axes.axvline(at["gradient"][-1], color="black", linestyle=":", linewidth=1)
+        axes.set_yticks([1, -(len(at["wait"]) - 1) / 2], ["gradients", "buckets"])
+        axes.set_title(
+            f"buckets of {bucket_mb} MB{'' if overlap else ', sent after backward'}: "
+            f"{early} of {len(at['wait'])} leave before the last gradient",
+            loc="left",
+            fontsize=10,
+        )
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("events of a step, in their order; dotted: the last gradient")
+    if dist.get_rank(group) == 0:
+        figure.savefig(path, dpi=110)
 
 
 def main(args, device):
-    """Prove, then train (or draw); 0 if everything is as claimed."""
+    """Prove, then train or draw; 0 if everything is as claimed."""
     group = dist.group.WORLD
     say(f"01 data parallel · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
     broken = prove(list(proof(group, device)), device)
-    order = overlap_order(group, device)
-    last = len(order) - 1 - order[::-1].index("gradient")
-    early = order.index("all_reduce") < last < order.index("wait")
-    first = order[: order.index("all_reduce")].count("gradient")
-    say(f"\noverlap: the first bucket of 0.05 MB left after {first} of {order.count('gradient')} "
-        f"gradients, and nobody waited before the last{'' if early else ': NOT AS CLAIMED'}")
-    broken |= not early
+    order = order_of_events(group, device)
+    calls, last = order.count("all_reduce"), max(i for i, e in enumerate(order) if e == "gradient")
+    early = order[:last].count("all_reduce")
+    as_claimed = 0 < early and order[last + 1 :].count("wait") == calls
+    say(
+        f"\norder: {early} of {calls} buckets left before the last gradient, and all waits came "
+        f"after it{'' if as_claimed else ': NOT AS CLAIMED'}"
+    )
+    broken |= not as_claimed
     if args.plot:
-        plot(args, group, device)
+        plot(args.plot, group, device)
+        say(f"drew {args.plot}")
     elif args.steps:
-        broken |= train(args, group, device)
+        broken |= train(args, group, device)[1]
     return int(broken)
 
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    if args.batch < 1 or args.micro_batches < 1:
-        given = f"--batch {args.batch} --micro-batches {args.micro_batches}"
-        raise ValueError(f"{given}: each must be at least 1")
-    if not args.bucket_mb > 0:
-        raise ValueError(f"--bucket-mb {args.bucket_mb}: more than 0 is needed, such as 0.5")
+    for flag in "batch", "micro_batches", "bucket_mb":
+        if not (value := vars(args)[flag]) > 0:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: must be greater than 0")
     read_text(args.text, at_least=65)
 
 
@@ -737,8 +780,10 @@ class Ledger(ExitStack):
         "all_reduce": lambda a, n, r: 2 * (n - 1) / n * a["tensor"].nbytes,
         "all_gather_single": lambda a, n, r: (n - 1) * a["input_tensor"].nbytes,
         "reduce_scatter_single": lambda a, n, r: (n - 1) / n * a["input"].nbytes,
-        "all_to_all_single": lambda a, n, r: a["input"].nbytes
-        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[r],
+        "all_to_all_single": lambda a, n, r: (
+            a["input"].nbytes
+            - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[r]
+        ),
         "broadcast": lambda a, n, r: a["tensor"].nbytes * ((r - a["group_src"]) % n < n - 1),
         "isend": lambda a, n, r: a["tensor"].nbytes,
         **dict.fromkeys(["irecv", "barrier"], lambda a, n, r: 0),
@@ -961,11 +1006,11 @@ def _rank(local, ranks, main, args, folder=None):
     os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
-
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=60)
-    parser.add_argument("--batch", type=int, default=32, help="samples of 64 bytes in a step")
+    parser = arguments(
+        __doc__, ranks=4, steps=60, plot="the order in which gradients arrive and buckets leave"
+    )
+    parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank in a step")
     parser.add_argument("--bucket-mb", type=float, default=0.5, help="MB that are sent at once")
-    parser.add_argument("--plot", metavar="PNG", help="draw a step's timeline instead of training")
     launch(main, parser.parse_args(), validate)
