@@ -471,7 +471,7 @@ def join(batches, empty, group):
         yield empty if batch is None else batch
 
 
-# ── from here on: proof, run, kit ──────────────────────────────────────────────────────────────
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
 from functools import partial
 
@@ -487,7 +487,7 @@ def proof_batch(n, device, m=3):
     They differ in size and in the number of labels that count."""
     draw = torch.Generator().manual_seed(1)
     x_BS, y_BS = torch.randint(256, (2, n * m + n + 1, 16), generator=draw).to(device)
-    y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0, 0.9, len(y_BS))[:, None]] = -100
+    y_BS[torch.rand(y_BS.shape, generator=draw) < torch.linspace(0, 0.8, len(y_BS))[:, None]] = -100
     ranks = zip(x_BS.tensor_split(n), y_BS.tensor_split(n))
     batch = [list(zip(x.tensor_split(m), y.tensor_split(m))) for x, y in ranks]
     counts = [(y != -100).sum().item() for part in batch for _, y in part]
@@ -752,10 +752,8 @@ class Ledger(ExitStack):
         "all_reduce": lambda a, n, r: 2 * (n - 1) / n * a["tensor"].nbytes,
         "all_gather_single": lambda a, n, r: (n - 1) * a["input_tensor"].nbytes,
         "reduce_scatter_single": lambda a, n, r: (n - 1) / n * a["input"].nbytes,
-        "all_to_all_single": lambda a, n, r: (
-            a["input"].nbytes
-            - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[r]
-        ),
+        "all_to_all_single": lambda a, n, r: a["input"].nbytes
+        - a["input"][:1].nbytes * (a.get("input_split_sizes") or [len(a["input"]) / n] * n)[r],
         "broadcast": lambda a, n, r: a["tensor"].nbytes * ((r - a["group_src"]) % n < n - 1),
         "isend": lambda a, n, r: a["tensor"].nbytes,
         **dict.fromkeys(["irecv", "barrier"], lambda a, n, r: 0),
@@ -976,6 +974,7 @@ def _rank(local, ranks, main, args, folder=None):
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(code)  # an ordinary exit may abort where a reference to a group is left
+
 
 
 if __name__ == "__main__":

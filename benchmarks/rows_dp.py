@@ -21,11 +21,11 @@ def rows(ranks):
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
     x_bS, y_bS = torch.randint(256, (2, 4, 64), generator=generator).to(here)
-    valid = torch.tensor(float(y_bS.numel()), device=here)
+    num_labels = torch.tensor(float(y_bS.numel()), device=here)
 
     def step(parallel, optimizer, finish):
         def run():
-            dp.loss_and_gradients(parallel, x_bS, y_bS, valid)
+            dp.loss_share(parallel, x_bS, y_bS, num_labels).backward()
             finish()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -36,9 +36,10 @@ def rows(ranks):
     our_step = step(ours, sgd[0], ours.finish_gradient_synchronization)
     their_step = step(theirs, sgd[1], lambda: None)
     for parallel, finish in ((ours, ours.finish_gradient_synchronization), (theirs, list)):
-        dp.loss_and_gradients(parallel, x_bS, y_bS, valid)
+        dp.loss_share(parallel, x_bS, y_bS, num_labels).backward()
         finish()
-    difference = dp.off(*([p.grad for p in parallel.parameters()] for parallel in (ours, theirs)))
+    gradients = [[param.grad for param in parallel.parameters()] for parallel in (ours, theirs)]
+    difference = dp.max_error(*gradients)
     for optimizer in sgd:
         optimizer.zero_grad(set_to_none=False)
     with dp.Ledger() as ledger:
