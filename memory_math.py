@@ -1,17 +1,22 @@
-"""memory_math · what a training job holds, sends and costs, before anyone pays for it
+"""memory_math · what a training job holds, sends and computes, before anyone pays for it
 
-One list of tensors drives everything. A config.json becomes a list of weights, each with its shape
-and the axis that splits each dimension; a layout turns that list into bytes per rank. Activations
-are a second list: one line per tensor kept for backward, written as the formula that is evaluated.
+First the lesson: six sections, each a few rules that fit on a board.
 
-    exact      weights, gradients, optimizer states, saved activations, logits, bytes sent, bubbles
-    a range    CUDA context, NCCL buffers, fragmentation, gradients in flight: never added to the
-               exact bytes, always printed beside them
-    assumed    times: printed with the bandwidths and the convention they rest on
+    1 state         a parameter costs 16 bytes: weight, gradient, optimizer; ZeRO divides them
+    2 activations   what one dense layer keeps for its backward
+    3 in flight     how many micro-batches wait for their backward, by schedule
+    4 bubble        how long a pipeline rank idles
+    5 traffic       the bytes that leave a rank in a step, axis by axis
+    6 compute       FLOPs, utilisation, hours
 
-Where to look: formulas are lines of tables. WEIGHTS (shapes), RECIPES (bytes of a parameter),
-ACTIVATIONS (bytes kept; logits at its [last] and [loss peak]), SCHEDULE_FORMS (bubbles and
-micro-batches in flight), TRAFFIC (bytes sent), PEAKS. `estimate --explain` puts numbers in.
+Below the banner stands the tool. It reads a config.json as a list of weights, and splits that list
+over ranks. Its tables are data in the folder memory_math/: models, families, weights, activations,
+traffic, recipes, GPUs, each with its source, and legend.toml with every letter that a table uses.
+
+    computed    bytes of weights, gradients, optimizer, activations; bytes sent; bubbles. They are
+                exact for the tensors listed; a framework may allocate more (see `--impl`)
+    estimated   what the allocator reserves and the driver sees: a range beside the computed bytes
+    assumed     times: printed with the bandwidths and the convention that they rest on
 
     python memory_math.py params --model llama-3-8b
     python memory_math.py estimate --model llama-3-70b --tp 8 --sp --pp 4 --dp 8 --zero 1 --explain
@@ -19,73 +24,477 @@ micro-batches in flight), TRAFFIC (bytes sent), PEAKS. `estimate --explain` puts
     python memory_math.py bubble --schedule zb-h2 --p 8 --m 32
     python memory_math.py compute --model llama-3-70b --tokens 1.4e12 --gpus 64 --gpu h100
     python memory_math.py guide --wrong
-    python memory_math.py plot memory --model llama-3-70b --tp 8 --pp 8 --out memory.png
 
-`estimate` says of a layout whether it fits and, if not, what would; and, if it is slow, why.
-
-Units: bytes, seconds, FLOPs. GiB = 2**30, GB = 1e9; memory is printed in GiB. A GPU sold with
+Units are bytes, seconds and FLOPs. GiB = 2**30, GB = 1e9. Memory is printed in GiB: a GPU sold with
 80 GB shows 81,559 MiB = 79.6 GiB. Guide sections: all memory and capacity sections, ZeRO, cost
 economics, MFU/HFU/MBU; `guide` prints the guide's own numbers beside the recomputed ones.
 """
-# T tokens of a micro-batch on this rank · b micro-batch · s sequence here · S whole sequence
-# h hidden · A heads (a here) · K key/value heads (k here) · d head size · F ffn width (f here)
-# V vocabulary · e bytes per element · L layers · p pipeline ranks · m micro-batches
+# n ranks · m micro-batches · b sequences of this rank · s tokens of this rank · D width ·
+# H query heads · K key/value heads · d width of a head · F hidden units · P parameters
+# Every other letter of a table stands in memory_math/legend.toml; `--explain` prints it.
+
+import math
+import sys
+import tomllib
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+GiB = 2**30
+FOLDER = Path(__file__).with_name("memory_math")
+
+
+def data(name):
+    """The contents of a data file, memory_math/NAME.toml."""
+    try:
+        return tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    except OSError as error:
+        sentence = f"memory_math.py needs its data: {error.filename}: {error.strerror}"
+        if __name__ != "__main__":
+            raise ImportError(sentence) from error
+        print(sentence, file=sys.stderr)
+        sys.exit(2)
+
+
+# ── 1 · state: bytes of a parameter ──────────────────────────────────────────────────────────
+
+# Mixed precision keeps a parameter five times:
+#
+#     weight, bf16   gradient, bf16   fp32 master   first moment   second moment
+#          2       +       2        +      4      +      4       +      4         = 16 bytes
+#
+#     ZeRO stage on n ranks     0      1           2           3
+#     bytes of a parameter      16     4 + 12/n    2 + 14/n    16/n        n = 8: 16, 5.5, 3.75, 2
+#
+# A model of 8 billion parameters: 128 GB on one rank, 44 GB with stage 1 on 8 ranks.
+
+RECIPES = data("recipes")
+PARTS = tuple(RECIPES["bf16-both"])
+
+
+def state_items(params, ranks=1, stage=0, recipe="bf16", no_sync=False):
+    """Bytes that one rank holds of `params` parameters under ZeRO, as {component: bytes}.
+
+    Stage 1 divides the optimizer (master copy and moments) over the ranks, stage 2 the gradients
+    too, stage 3 the weights too. A division with a rest is rounded up. no_sync: gradients are
+    reduced after the last micro-batch only, so they stay whole. Source: Rajbhandari et al. 2020.
+    """
+    items, shard = {}, -(-params // ranks)
+    for name, width in RECIPES[nearest(recipe, RECIPES, "recipe")].items():
+        divided_from = 3 if name == "weights" else 2 if "gradients" in name else 1
+        whole = stage < divided_from or (no_sync and "gradients" in name)
+        items[name] = (params if whole else shard) * width
+    return items
+
+
+def zero_bytes(params, ranks=1, stage=0, recipe="bf16"):
+    """Bytes of weights, gradients and optimizer state on one rank: the sum of `state_items`."""
+    return sum(state_items(int(params), int(ranks), stage, recipe).values())
+
+
+# ── 2 · activations: what one dense layer keeps for backward ─────────────────────────────────
+
+# A product y = x W keeps x: its weight's gradient is xᵀ dy. A norm keeps its input. Attention keeps
+# q, k, v and its output. Flash attention keeps one number a row of scores, not the scores.
+#
+# Llama 3 8B, one sequence of 8,192 tokens in bf16, MiB of one layer:
+#
+#     norm 64 · input 64 · q 64 · k 16 · v 16 · log-sum-exp 1 · output 64     attention   289
+#     norm 64 · input 64 · gate 224 · up 224 · product 224                    MLP         800
+#     and 2 · 4 bytes a token of statistics of the norms: 1,141,964,800 bytes in all
+#
+# Full recompute keeps only the first of these, the layer's input: 64 MiB.
+
+
+def dense_layer_keeps(b, s, D, H, K, d, F, bytes=2):
+    """Bytes that a Llama layer keeps for backward, as {tensor: bytes}: RMSNorm, flash attention,
+    SwiGLU in one kernel, no dropout, one rank."""
+    tokens = b * s
+    return {
+        "norm of attention: input": tokens * D * bytes,
+        "norm of attention: statistics": tokens * 4,
+        "attention input": tokens * D * bytes,
+        "q": tokens * H * d * bytes,
+        "k": tokens * K * d * bytes,
+        "v": tokens * K * d * bytes,
+        "log-sum-exp": tokens * H * 4,
+        "attention output": tokens * H * d * bytes,
+        "norm of the mlp: input": tokens * D * bytes,
+        "norm of the mlp: statistics": tokens * 4,
+        "mlp input": tokens * D * bytes,
+        "mlp gate": tokens * F * bytes,
+        "mlp up": tokens * F * bytes,
+        "mlp product": tokens * F * bytes,
+    }
+
+
+def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
+    """Bytes that a GPT layer keeps (GELU, dropout, multi-head attention, 16 bits): Korthikanti et
+    al. 2022, equations 1-4. With heads, attention keeps its probabilities: 5as/h more."""
+    scores = 5 * heads * seq / hidden
+    return seq * batch * hidden * ((34 + scores) / tp if sp else 10 + (24 + scores) / tp)
+
+
+# ── 3 · in flight: micro-batches that wait for their backward ────────────────────────────────
+
+# A pipeline rank keeps a micro-batch from its forward to its backward. Four ranks, eight
+# micro-batches; the most that each rank keeps at once:
+#
+#     gpipe    8 8 8 8    all forwards come first
+#     1f1b     4 3 2 1    rank r has its first backward after n - r forwards
+#     zb-h2    7 7 7 7    a round trip ahead; its weight gradients wait as well
+#     zb-v     4 4 4 4    two half stages a rank, the last stage on rank 0
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2",
+             "zb-auto", "zb-v", "interleaved-zb", "dualpipev", "dualpipe")  # fmt: skip
+CHUNKED = "interleaved", "looped-bfs", "interleaved-zb"  # c chunks of a rank, as many as wanted
+V_SHAPED = "zb-v", "dualpipev"  # two chunks: rank r has stages r and 2n-1-r
+
+
+def check_schedule(schedule, n, m, c=1):
+    """Raise ValueError with a sentence where a schedule cannot run on n ranks with m micro-batches
+    and c chunks of a rank."""
+    nearest(schedule, SCHEDULES, "schedule")
+    for name, value in ("p", n), ("m", m), ("v", c):
+        if value < 1:
+            raise ValueError(f"--{name} {value}: at least 1 is needed")
+    if c > 1 and schedule not in CHUNKED:
+        raise ValueError(f"{schedule} does not take v = {c} chunks: use {', '.join(CHUNKED)}")
+    if schedule == "dualpipe" and n % 2:
+        raise ValueError(f"dualpipe folds the ranks in two: {n} ranks are odd")
+
+
+def micro_batch_group(n, m):
+    """Micro-batches that pass through the chunks of a rank together: the fewest, at least n, whose
+    last group is not smaller than n. Fewer micro-batches than ranks are one group."""
+    return next((g for g in range(n, m + 1) if m % g == 0 or m % g >= n), m)
+
+
+def in_flight(schedule, n, m, c=1, rank=0, limit=None):
+    """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
+    all layers of the rank (DualPipe: of one of its two stages).
+
+    A backward in two parts counts as holding everything until its weight gradient. zb-auto holds
+    `limit`, by default 2n - 1. Sources: Narayanan et al. 2021; Qi et al. 2024 (zero bubble, and
+    ZB-V); DeepSeek-V3 report. The tests hold every rank's number to a simulation.
+    """
+    check_schedule(schedule, n, m, c)
+    n, m, c, behind = Fraction(n), Fraction(m), Fraction(c), n - 1 - rank
+    g = micro_batch_group(int(n), int(m))
+    match schedule:
+        case "gpipe" | "looped-bfs":
+            held = m
+        case "1f1b":
+            held = behind + 1
+        case "eager-1f1b":
+            held = 2 * behind + 1
+        case "interleaved":
+            held = (2 * behind + 1 + (c - 1) * g) / c
+        case "interleaved-zb":
+            held = (n + (c - 1) * g) / c
+        case "zb-h1":
+            held = n
+        case "zb-h2":
+            held = 2 * n - 1
+        case "zb-auto":
+            held = limit or 2 * n - 1
+        case "zb-v":  # with few micro-batches, rank 0 holds little of its last stage
+            held = min(n, (m + 1 + rank) / 2)
+        case "dualpipev":
+            held = min(n + Fraction(1, 2), (m + 1 + rank) / 2)
+        case "dualpipe":  # half of the micro-batches come from each end
+            held = min(-(-m // 2), behind + 1) + min(m // 2, rank + 1)
+    return min(m, Fraction(held))
+
+
+# ── 4 · bubble: how long a pipeline rank idles ───────────────────────────────────────────────
+
+# A rank computes m micro-batches: m (F + B), the ideal. The last rank waits until n - 1 ranks have
+# run a forward, and the first waits as long for its last gradient: (n - 1)(F + B) is idle.
+# Four ranks, eight micro-batches, F = 1, B = 2: 24 ideal, 9 idle; 9/24 = 37.5% of the ideal time,
+# 9/33 = 27% of all time. GPipe and 1F1B idle alike; 1F1B keeps fewer micro-batches.
+# A backward in two parts, I (input gradient) and W (weight gradient), lets W fill the bubble.
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Idle time of a schedule, in the unit of the costs.
+
+    idle: of the makespan, from the first start to the last end over all ranks. span_idle: of the
+    longest time that one rank is between its own first start and last end; this is what a step
+    costs where ranks may enter the next step at different times. ratio: idle over ideal time r;
+    fraction: idle over all time, r / (1 + r). None where no closed form is known; `exact` is False
+    for an estimate or a bound.
+    """
+
+    schedule: str
+    ideal: float
+    idle: float | None
+    span_idle: float | None
+    exact: bool = True
+    note: str = ""
+
+    @property
+    def ratio(self):
+        return None if self.idle is None else self.idle / self.ideal
+
+    @property
+    def fraction(self):
+        return None if self.idle is None else self.idle / self.makespan
+
+    @property
+    def span_ratio(self):
+        return None if self.span_idle is None else self.span_idle / self.ideal
+
+    @property
+    def span_fraction(self):
+        return None if self.span_idle is None else self.span_idle / self.span
+
+    @property
+    def makespan(self):
+        return None if self.idle is None else self.ideal + self.idle
+
+    @property
+    def span(self):
+        return None if self.span_idle is None else self.ideal + self.span_idle
+
+
+def bubble(schedule, n, m, c=1, costs=(1, 1, 1, 0), limit=None):
+    """`Bubble` of a schedule on n ranks, by its closed form.
+
+    costs: seconds of a forward F, an input gradient I, a weight gradient W, each for all layers of
+    a rank, and of a hop between ranks. limit: micro-batches that zb-auto may hold, by default
+    2n - 1. Sources as of `in_flight`. The tests hold every form to a simulation.
+    """
+    n, m, c = int(n), int(m), int(c)
+    check_schedule(schedule, n, m, c)
+    if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
+        raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
+    F, I, W, hop = costs
+    B, others, g, limit = I + W, n - 1, micro_batch_group(n, m), limit or 2 * n - 1
+    whole, equal, split = m % n == 0, F == I == W, W <= min(F, I)
+    ideal = m * (F + B)
+    if n == 1:
+        return Bubble(schedule, ideal, 0, 0)
+    hidden = n * c * hop <= g * min(F, B)  # a hop between chunks is shorter than a group's work
+    exact, note, span = True, "", ...
+    match schedule:
+        case "gpipe":
+            idle, holds = others * (F + B) + 2 * others * hop, True
+        case "1f1b":
+            idle = others * (F + B) + 2 * hop * (others * m / n + n - 2)
+            holds = whole or not hop
+        case "eager-1f1b":
+            idle, holds = others * (F + B) + 2 * others * hop, 2 * hop <= F + B
+        case "interleaved":
+            idle = others * (F + B) / c + 2 * (c * n - 1) * hop
+            holds = m >= n and (whole and hidden or not hop)
+        case "looped-bfs":
+            idle = others * (F + B) / c + 2 * others * hop
+            holds = m >= n and (whole and n * c * hop <= (m - n) * min(F, B) or not hop)
+        case "zb-h1":
+            idle = others * (F + I - W) + 4 * others * hop
+            holds = split and (m >= n if not hop else m >= 2 * n and 2 * hop <= W)
+        case "zb-h2":
+            gap = F + I - 2 * W + 2 * hop
+            idle, span = others * max(F + hop, gap), others * max(0, gap)
+            holds = m >= 2 * n - 1 and W <= F and 2 * hop <= F + I
+        case "zb-auto":
+            idle, span = None, max(0, others * (I + 2 * hop) + (n - limit) * F)
+            exact, note = False, f"a lower bound, if {limit} micro-batches may be held"
+            holds = m >= limit and split
+        case "zb-v":
+            idle, span = others * F / 2 + (5 * n - 7) * hop, (6 * n - 8) * hop
+            holds = equal and m >= 2 * n and 4 * hop <= F
+        case "interleaved-zb":
+            idle, holds = others * (F + I - W) / c, split and not hop and m >= n
+        case "dualpipev":  # a fused forward and backward takes F + B: the overlap gains nothing
+            idle, holds = others * (F + 2 * I - W) / 2, not hop and m >= 2 * n
+        case "dualpipe":
+            idle, holds = (n / 2 - 1) * (F + 2 * I - W), not hop and m >= 2 * n and m % 2 == 0
+    if not holds:
+        why = "no closed form for these costs and numbers: simulate it with 04_pp_schedules.py"
+        return Bubble(schedule, ideal, None, None, False, why)
+    if schedule.startswith("dualpipe") and not equal:
+        exact, note = False, "an estimate: exact where F = I = W"
+    return Bubble(schedule, ideal, idle, idle if span is ... else span, exact, note)
+
+
+# ── 5 · traffic: bytes that leave a rank ─────────────────────────────────────────────────────
+
+# A ring passes chunks of size/n. An all-gather or a reduce-scatter passes on n - 1 chunks, an
+# all-reduce is one of each. For 8 ranks and a tensor of 800 bytes: 700 and 1,400 bytes.
+#
+#     axis  calls of a dense layer or a parameter, in one step            bytes a rank sends
+#     dp    gradients: one all-reduce of P                                2(n-1)/n · 2P
+#     tp    per layer and micro-batch: 4 all-reduces of b·s·D             4 · 2(n-1)/n · 2·b·s·D
+#     cp    per layer and micro-batch: k and v to every other rank        (n-1) · 2·b·s·K·d · 2, ...
+#     pp    per micro-batch: one activation forward, one gradient back    2·b·s·D each
+#     ep    per layer and micro-batch: 4 all-to-alls of the rows          4 · (n-1)/n · 2·R·D
+
+
+def ring_all_reduce_bytes(size, n):
+    """Bytes that each of n ranks sends to all-reduce `size` bytes: 2(n-1)/n of them. Source, also
+    of `ring_share_bytes`: Patarasuk & Yuan 2009."""
+    return 2 * (n - 1) / n * size
+
+
+def ring_share_bytes(size, n):
+    """Bytes that each of n ranks sends in an all-gather to `size` bytes, in a reduce-scatter or an
+    even all-to-all of them: (n-1)/n."""
+    return (n - 1) / n * size
+
+
+def dense_step_sends(P, layers, b, s, D, m=1, dp=1, tp=1):
+    """Bytes that one rank of a dense model sends in a step, {axis: bytes}: bf16, plain data
+    parallelism, tensor parallelism without sp; P parameters of the rank, layers blocks."""
+    activation = 2 * b * s * D
+    return {
+        "dp": ring_all_reduce_bytes(2 * P, dp),
+        "tp": m * layers * 4 * ring_all_reduce_bytes(activation, tp),
+    }
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`count` calls of a collective over `ranks` ranks, `size` bytes each (of the whole tensor)."""
+
+    axis: str
+    phase: str  # forward, backward, recompute, step
+    collective: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
+    count: float
+    size: float
+    ranks: int
+    hideable: bool = False  # it can run beside computation
+
+    @property
+    def sent(self):
+        """Bytes that leave one rank."""
+        if self.collective == "send":
+            return self.count * self.size
+        per_call = ring_all_reduce_bytes if self.collective == "all_reduce" else ring_share_bytes
+        return self.count * per_call(self.size, self.ranks)
+
+
+def sent(transfers):
+    """Bytes that leave one rank, summed over a list of `Transfer`."""
+    return sum(transfer.sent for transfer in transfers)
+
+
+# ── 6 · compute: FLOPs, utilisation, hours ───────────────────────────────────────────────────
+
+# A weight meets a token in one multiply and one add: 2 FLOPs forward, 4 backward. So training costs
+# 6 · P · tokens. 70e9 parameters on 1.4e12 tokens are 5.88e23 FLOPs; an H100 does 989.5e12 a second
+# at most, and 40% of that in practice: 412,666 GPU-hours, 269 days on 64 GPUs.
+# Attention adds scores and their sum over the values: 12 · layers · H · d · s more per token.
+
+
+def training_flops(params, tokens):
+    """FLOPs of training: 6 x parameters x tokens (Kaplan et al. 2020)."""
+    return 6 * params * tokens
+
+
+def seen_keys(seq, window=0, chunked=False):
+    """Keys that a token sees on average under a causal mask: half of the sequence, or what a
+    sliding window or a chunk of `window` tokens leaves."""
+    window = min(window or seq, seq)
+    return window / 2 if chunked else window - window * window / (2 * seq)
+
+
+def attention_flops(
+    layers, heads, head_dim, seq, causal=False, v_dim=None, window=0, chunked=False
+):
+    """FLOPs of attention scores and of their sum over the values, per token, forward and backward:
+    12 · layers · heads · head_dim · seq. causal: the half that a mask leaves. Source: PaLM
+    (Chowdhery et al. 2022), appendix B."""
+    both = head_dim + (head_dim if v_dim is None else v_dim)
+    keys = seen_keys(seq, window, chunked)
+    return 6 * layers * heads * both * (keys if causal else 2 * keys)
+
+
+def gpu_hours(flops, flops_per_second):
+    """GPU-hours of `flops` at an achieved rate per GPU."""
+    return flops / flops_per_second / 3600
+
+
+def training_days(flops, gpus, flops_per_second):
+    """Days of `flops` on `gpus` GPUs at an achieved rate per GPU."""
+    return flops / (gpus * flops_per_second) / 86400
+
+
+def mfu_of(flops, seconds, gpus, peak):
+    """Model FLOPs utilisation: the FLOPs that the model needs over what all GPUs could do (PaLM,
+    appendix B). A share above 1 is impossible: ValueError."""
+    share = flops / (seconds * gpus * peak)
+    if share > 1 + 1e-9:
+        raise ValueError(
+            f"MFU {share:.0%}: impossible. {gpus} GPUs of {peak:.4g} FLOP/s cannot do {flops:.4g} "
+            f"FLOPs in {seconds:.4g} s; look for a wrong peak, count or time"
+        )
+    return share
+
+
+def hfu(mfu, recompute="none", attention=None):
+    """Hardware FLOPs utilisation: recompute repeats work that the model does not need.
+
+    full repeats forward: 8 FLOPs for every 6. selective repeats the scores of attention and their
+    sum: `attention`, their share of the model's FLOPs, is needed, and a third of it is added.
+    Source: Korthikanti et al. 2022, appendix A.
+    """
+    if nearest(recompute, ("none", "selective", "full"), "recompute") != "selective":
+        return mfu * (4 / 3 if recompute == "full" else 1)
+    if attention is None:
+        raise ValueError("hfu of selective recompute needs attention: its share of all FLOPs")
+    return mfu * (1 + attention / 3)
+
+
+def mbu(bytes_moved, seconds, bandwidth):
+    """Memory bandwidth utilisation: the bytes that one GPU's HBM moved over what it could move. A
+    share above 1 is impossible: ValueError."""
+    share = bytes_moved / (seconds * bandwidth)
+    if share > 1:
+        raise ValueError(
+            f"MBU {share:.0%}: impossible. {bandwidth:.4g} B/s do not move {bytes_moved:.4g} B in "
+            f"{seconds:.4g} s; look for bytes of all GPUs, or of more than one step"
+        )
+    return share
+
+
+def chinchilla_tokens(params, ratio=20):
+    """Tokens that train a model best for its FLOPs: 20 a parameter (Hoffmann et al. 2022)."""
+    return params * ratio
+
+
+def effective_batch(layout):
+    """Tokens of one step: micro-batch x sequence x micro-batches x data-parallel ranks."""
+    return layout.batch * layout.seq * layout.m * layout.dp
+
+
+def lr_scale(batch_ratio, rule="sqrt"):
+    """Factor of the learning rate when the batch grows: sqrt (Adam; Malladi et al. 2022) or linear
+    (SGD; Goyal et al. 2017)."""
+    return {"sqrt": math.sqrt(batch_ratio), "linear": batch_ratio}[rule]
+
+
+# ── from here on: the tool ───────────────────────────────────────────────────────────────────
 
 import argparse
 import ast
 import difflib
+import importlib.util
 import inspect
 import itertools
 import json
-import math
 import signal
-import sys
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
-from fractions import Fraction
+from dataclasses import asdict, fields, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Annotated, get_args
-
-GiB = 2**30
-GUIDE = Path(__file__).with_name("memory_math_guide.json")
-
-
-# ── formulas are text: shown to the reader, and evaluated ────────────────────────────────────
-
-_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name)
-_ALLOWED += (ast.Constant, ast.Attribute, ast.Load, ast.operator, ast.unaryop, ast.cmpop)
-_ALLOWED += (ast.BoolOp, ast.boolop, ast.Tuple, ast.keyword)
-
-
-@lru_cache(maxsize=None)
-def _compiled(formula):
-    tree = ast.parse(formula, mode="eval")
-    for node in ast.walk(tree):
-        named = node.attr if isinstance(node, ast.Attribute) else ""
-        if not isinstance(node, _ALLOWED) or named.startswith("_"):
-            raise ValueError(f"{formula!r}: {type(node).__name__} has no place in a formula")
-    return compile(tree, formula, "eval")
-
-
-def evaluate(formula, names):
-    """The value of an arithmetic expression over names (numbers, or functions it may call)."""
-    return eval(_compiled(formula), {"__builtins__": {}}, names)
-
-
-def substituted(formula, names):
-    """The formula with its numbers put in, as `--explain` prints it."""
-    tree = ast.parse(formula, mode="eval")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(names.get(node.id), (int, float)):
-            value, short = names[node.id], f"{names[node.id]:g}"
-            node.id = short if float(short) == value and type(value) is float else str(value)
-    return ast.unparse(tree)
 
 
 def nearest(name, known, what):
-    """The key of `known` that `name` spells, or ValueError with the nearest ones."""
+    """The key of `known` that `name` spells; ValueError with the nearest ones if it spells none."""
     if isinstance(name, str) and name in known:
         return name
     close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.4)
@@ -94,101 +503,75 @@ def nearest(name, known, what):
 
 
 def divisors(*numbers):
-    """The common divisors, as a sentence puts them: 1, 2, 4 or 8."""
+    """The common divisors of numbers, as a sentence puts them: 1, 2, 4 or 8."""
     found = [str(i) for i in range(1, math.gcd(*numbers) + 1) if math.gcd(*numbers) % i == 0]
     return " or ".join([", ".join(found[:-1])] * bool(found[:-1]) + found[-1:])
 
 
+# ── rows of a data file: which apply, and what their letters multiply to ─────────────────────
+
+
+def applies(row, names):
+    """True if the conditions of a row hold: each word of `when` has its value, or one of a list of
+    values, and no word of `unless` has."""
+
+    def holds(word, wanted):
+        value = names[word]
+        if isinstance(wanted, bool):
+            return bool(value) == wanted
+        return value in (wanted if isinstance(wanted, list) else [wanted])
+
+    return all(holds(*pair) for pair in row.get("when", {}).items()) and not any(
+        holds(*pair) for pair in row.get("unless", {}).items()
+    )
+
+
+def product(letters, names):
+    """The product of letters, each a name of `names` or a number."""
+    return math.prod(letter if isinstance(letter, int) else names[letter] for letter in letters)
+
+
+def spelled(letters, names, over=None):
+    """The product as text, and the same with numbers: `b * s * D / sp = 1 * 8,192 * 4,096 / 1`."""
+    value = lambda letter: f"{letter if isinstance(letter, int) else names[letter]:,}"
+    end = (f" / {over}", f" / {value(over)}") if over else ("", "")
+    words = " * ".join(map(str, letters)) + end[0]
+    numbers = " * ".join(map(value, letters)) + end[1]
+    return words + f" = {numbers}" * (words != numbers)
+
+
 # ── a model is a list of weights ─────────────────────────────────────────────────────────────
-
-# name | each dimension, and after a slash the axis that splits it | kind | only where
-# tp: heads, ffn or vocabulary. kv: key/value heads over tp, replicated where tp exceeds them.
-# ep: whole experts. etp: tp inside an expert. All experts of a layer are one stacked tensor.
-WEIGHTS = """
-[first]
-embedding          | V/tp h              | embedding
-positions          | P h                 | embedding | P
-[layer]
-q_a_proj           | rq h                | attention | rq
-q_a_layernorm      | rq                  | norm      | rq
-q_b_proj           | A*d/tp rq           | attention | rq
-q_proj             | A*d/tp h            | attention | not rq
-q_proj.bias        | A*d/tp              | attention | qkv_bias
-kv_a_proj_with_mqa | rkv+rope h          | attention | mla
-kv_a_layernorm     | rkv                 | norm      | mla
-kv_b_proj          | A*(nope+dv)/tp rkv  | attention | mla
-k_proj             | K*d/kv h            | attention | not mla
-k_proj.bias        | K*d/kv              | attention | qkv_bias
-v_proj             | K*d/kv h            | attention | not mla
-v_proj.bias        | K*d/kv              | attention | qkv_bias
-q_norm             | d                   | norm      | qk_norm
-k_norm             | d                   | norm      | qk_norm
-o_proj             | h A*dv/tp           | attention
-o_proj.bias        | h                   | attention | out_bias
-norm1              | h                   | norm
-norm1.bias         | h                   | norm      | layer_norm
-norm2              | h                   | norm
-norm2.bias         | h                   | norm      | layer_norm
-norm3              | h                   | norm      | norms == 4
-norm4              | h                   | norm      | norms == 4
-[dense]
-gate_proj          | F/tp h              | mlp       | gated
-gate_proj.bias     | F/tp                | mlp       | gated and mlp_bias
-up_proj            | F/tp h              | mlp
-up_proj.bias       | F/tp                | mlp       | mlp_bias
-down_proj          | h F/tp              | mlp
-down_proj.bias     | h                   | mlp       | mlp_bias
-[moe]
-router             | E h                 | router
-router.bias        | E                   | buffer    | router_bias
-experts.gate_proj  | E/ep fe/etp h       | expert
-experts.up_proj    | E/ep fe/etp h       | expert
-experts.down_proj  | E/ep h fe/etp       | expert
-shared.gate_proj   | Fs/tp h             | mlp       | Fs
-shared.up_proj     | Fs/tp h             | mlp       | Fs
-shared.down_proj   | h Fs/tp             | mlp       | Fs
-shared.gate        | 1 h                 | router    | shared_gate
-[last]
-final_norm         | h                   | norm
-final_norm.bias    | h                   | norm      | layer_norm
-head               | V/tp h              | embedding | not tied
-"""
-
-
-def parse_table(text):
-    """{section: [cells of each row]} of a table written as text."""
-    sections = {}
-    for line in text.strip().splitlines():
-        if line.startswith("["):
-            rows = sections[line.strip("[]")] = []
-        else:
-            rows.append([cell.strip() for cell in line.split("|")])
-    return sections
 
 
 @dataclass(frozen=True)
 class Weight:
     """One tensor. layer is -1 for the embedding, 0..L-1, and L for the final norm and the head;
-    kind is embedding, norm, attention, mlp, router, expert, or buffer, which has no gradient."""
+    kind is embedding, norm, attention, mlp, router, expert, or buffer, which has no gradient;
+    linear names the matrix of Megatron-LM that it is part of."""
 
     name: str
     shape: tuple
     axes: tuple
     layer: int
     kind: str
+    linear: str = ""
 
     @property
     def numel(self):
         return math.prod(self.shape)
 
+    def local_shape(self, degrees):
+        """Its shape on one rank: what does not divide is padded up, as vocabularies are."""
+        return [-(-n // degrees.get(axis, 1)) for n, axis in zip(self.shape, self.axes)]
+
     def local(self, degrees):
-        """Elements on one rank; what does not divide is padded up, as vocabularies are."""
-        return math.prod(-(-n // degrees.get(axis, 1)) for n, axis in zip(self.shape, self.axes))
+        """Elements on one rank."""
+        return math.prod(self.local_shape(degrees))
 
 
 @dataclass(frozen=True)
 class Model:
-    """The shape of a decoder-only transformer. Built by `model_from_config` or `preset`."""
+    """The shape of a decoder-only transformer. `model_from_config` and `preset` build one."""
 
     name: str
     layers: int
@@ -200,21 +583,31 @@ class Model:
     vocab: int
     tied: bool = False
     gated: bool = True  # SwiGLU or GeGLU: three matrices, not two
-    layer_norm: bool = False  # LayerNorm with a bias; otherwise RMSNorm
-    norms: int = 2  # per layer; Gemma 2 and 3 also normalise what each block returns
-    qk_norm: bool = False
+    layer_norm: bool = False  # LayerNorm; otherwise RMSNorm
+    norm_bias: bool = True  # of a LayerNorm
+    norms: str = "before"  # each block; or after it, both, or one norm for both blocks
+    qk_norm: str = ""  # head: of each head; all: of all heads together
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    positions: int = 0  # learned positions (GPT-2)
+    sinks: bool = False
+    positions: int = 0  # learned positions
     mla: tuple = ()  # q rank (0: none), kv rank, rope dim, nope dim, value dim
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
+    expert_bias: bool = False
     shared_ffn: int = 0
     shared_gate: bool = False
-    router_bias: bool = False
+    router_bias: str = ""  # buffer: balances without a gradient; weight: is learned
     dense_layers: frozenset = frozenset()  # of a mixture of experts: layers with an ordinary MLP
+    windows: tuple = ()  # tokens that attention sees, per layer; 0: all
+    chunked: bool = False  # the windows are chunks that see nothing of each other
+    notes: tuple = ()  # sentences on what the config.json says and this model does not count
+
+    def __post_init__(self):
+        nearest(self.norms, ("before", "after", "both", "one"), "place of norms")
+        nearest(self.qk_norm, ("", "head", "all"), "norm of q and k")
 
     def is_moe(self, layer):
         return bool(self.experts) and layer not in self.dense_layers
@@ -228,32 +621,37 @@ class Model:
         return self.mla[4] if self.mla else self.head_dim
 
     def letters(self):
-        """The names that the tables use, as numbers and flags."""
-        rq, rkv, rope, nope, _ = self.mla or (0, 0, 0, 0, 0)
+        """The letters and words of the tables, as numbers and flags."""
+        q_rank, kv_rank, rope, nope, dv = self.mla or (0, 0, 0, 0, self.head_dim)
         return vars(self) | dict(
-            h=self.hidden, A=self.heads, K=self.kv_heads, d=self.qk_dim, dv=self.v_dim, F=self.ffn,
-            V=self.vocab, P=self.positions, E=self.experts, fe=self.expert_ffn, Fs=self.shared_ffn,
-            rq=rq, rkv=rkv, rope=rope, nope=nope,
+            D=self.hidden, H=self.heads, K=self.kv_heads, d=self.qk_dim, dv=dv, F=self.ffn,
+            V=self.vocab, E=self.experts, k=self.top_k, expert_F=self.expert_ffn,
+            shared_F=self.shared_ffn, q_rank=q_rank, kv_rank=kv_rank, rope=rope,
+            kv_down=kv_rank + rope, kv_up=nope + dv, norm_bias=self.layer_norm and self.norm_bias,
         )  # fmt: skip
 
 
-_WEIGHTS = parse_table(WEIGHTS)
+WEIGHTS = data("weights")
 
 
 @lru_cache(maxsize=64)
 def weights(model):
     """Every weight of the model: a tuple of `Weight`, layer after layer. A tied head is not listed:
-    it is the embedding. Source: the tensors of the released checkpoints."""
+    it is the embedding."""
     names, out = model.letters(), []
 
+    @lru_cache
+    def rows(section):
+        as_list = lambda size: size if isinstance(size, list) else [size]
+        return [
+            (row["name"], tuple(product(as_list(size), names) for size in row["shape"]),
+             tuple(row["split"]), row["kind"], row.get("linear", ""))
+            for row in WEIGHTS[section] if applies(row, names)
+        ]  # fmt: skip
+
     def add(section, layer, prefix=""):
-        for name, dims, kind, *where in _WEIGHTS[section]:
-            if not where or evaluate(where[0], names):
-                sizes, axes = zip(
-                    *(dim.split("/") if "/" in dim else (dim, "") for dim in dims.split())
-                )
-                shape = tuple(evaluate(size, names) for size in sizes)
-                out.append(Weight(prefix + name, shape, axes, layer, kind))
+        for name, shape, axes, kind, linear in rows(section):
+            out.append(Weight(prefix + name, shape, axes, layer, kind, linear))
 
     add("first", -1)
     for layer in range(model.layers):
@@ -264,241 +662,191 @@ def weights(model):
 
 
 def count_parameters(model):
-    """All parameters, an exact integer; equal to the released checkpoint."""
+    """All parameters, an exact integer: that of the released checkpoint."""
     return sum(w.numel for w in weights(model))
 
 
 def count_active(model):
-    """Parameters that one token meets: of the routed experts, top_k of each layer's."""
+    """Parameters that one token meets: of the routed experts, top_k in each layer."""
     met = lambda w: w.numel * model.top_k // model.experts if w.kind == "expert" else w.numel
     return sum(map(met, weights(model)))
 
 
 def parameters_by_kind(model):
-    """{kind: parameters}."""
+    """Parameters of each kind of weight, {kind: parameters}."""
     kinds = dict.fromkeys(w.kind for w in weights(model))
     return {kind: sum(w.numel for w in weights(model) if w.kind == kind) for kind in kinds}
 
 
-# What a model_type implies beyond its config.json: traits, the fields that released files leave to
-# the class defaults of transformers, and the field that counts the experts.
-_BIASES = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
-_GEMMA = dict(tie_word_embeddings=True, head_dim=256)
-_GEMMA3 = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
-_FAMILIES = {
-    "llama": ({}, {}),
-    "mistral": ({}, {}),
-    "mixtral": ({}, {}, "num_local_experts"),
-    "qwen2": (dict(qkv_bias=True), {}),
-    "qwen2_moe": (dict(qkv_bias=True, shared_gate=True), {}, "num_experts"),
-    "qwen3": (dict(qk_norm=True), {}),
-    "qwen3_moe": (dict(qk_norm=True), {}, "num_experts"),
-    "deepseek_v2": ({}, {}, "n_routed_experts"),
-    "deepseek_v3": (dict(router_bias=True), {}, "n_routed_experts"),
-    "gemma": ({}, _GEMMA),
-    "gemma2": (dict(norms=4), _GEMMA),
-    "gemma3_text": (dict(norms=4, qk_norm=True), _GEMMA | _GEMMA3),
-    "gpt2": (
-        dict(gated=False, layer_norm=True, **_BIASES),
-        dict(tie_word_embeddings=True, n_positions=1024),
-    ),
-}
-_GPT2_NAMES = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head")
-_GPT2_NAMES |= dict(intermediate_size="n_inner")
-_EXPERTS = {family: more[0] for family, (_, _, *more) in _FAMILIES.items() if more}
+# ── a config.json becomes a model ────────────────────────────────────────────────────────────
+
+_FAMILY_FILE = data("families")
+FAMILIES = _FAMILY_FILE["families"]
+EXPERT_KEYS = {key for row in FAMILIES.values() for key in row.get("experts", [])}
 
 
-def _experts(config, get, refuse, counted, shape):
+class Config:
+    """A config.json: what is read is checked, and remembered, so that no key passes in silence."""
+
+    def __init__(self, config, name):
+        self.name = name
+        if not isinstance(config.get("text_config", {}), dict):
+            raise self.refusal("text_config is not an object")
+        config = {**config, **config.get("text_config", {})}
+        model_type = config.get("model_type", "(no model_type)")
+        self.family = nearest(model_type, FAMILIES, "model_type")
+        self.row = FAMILIES[self.family]
+        given = {key: value for key, value in config.items() if value is not None}
+        self.config, self.read = self.row.get("defaults", {}) | given, {"model_type", "text_config"}
+
+    def refusal(self, why):
+        return ValueError(f"config.json of {self.name}: {why}")
+
+    def get(self, key, default=None):
+        """The value of a key, under the family's own name of it."""
+        key = self.row.get("names", {}).get(key, key)
+        self.read.add(key)
+        return self.config.get(key, default)
+
+    def number(self, key, *default, least=1, most=10**8):
+        """A whole number; without a default the key must be there."""
+        name, value = self.row.get("names", {}).get(key, key), self.get(key, *default)
+        if value is None:
+            raise self.refusal(f"{name} is missing")
+        if type(value) is not int or not least <= value <= most:
+            raise self.refusal(f"{name} is {value!r}, not a whole number from {least} to {most}")
+        return value
+
+    def flag(self, key):
+        """True or false; false where the key is missing."""
+        if type(value := self.get(key, False)) is not bool and value not in (0, 1):
+            raise self.refusal(f"{key} is {value!r}, neither true nor false")
+        return bool(value)
+
+    def layer_numbers(self, key, layers):
+        """A list of layers, or nothing."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or not {*map(str, found)} <= {*map(str, range(layers))}:
+            raise self.refusal(f"{key} is {found!r}, not a list of layers 0 to {layers - 1}")
+        return found
+
+    def notes(self):
+        """Sentences on keys of parts that are not counted, and on keys that are not known."""
+        apart = _FAMILY_FILE["not_counted"]
+        said = [f"not counted: {words} ({key})" for key, words in apart.items()
+                if self.config.get(key)]  # fmt: skip
+        head = next((x for x in self.config.get("architectures", []) if "CausalLM" not in x), "")
+        if "Classification" in head or "Reward" in head:
+            said.append(f"not counted: the head of {head}")
+        known = self.read | {*apart, *_FAMILY_FILE["harmless"]}
+        unknown = sorted(key for key, value in self.config.items() if value and key not in known)
+        if unknown:
+            said.append(f"not understood, and left out: {', '.join(unknown)}")
+        return tuple(said)
+
+
+def _expert_fields(config, layers, ffn):
     """The fields of a Model that say what its experts are, and which layers have none."""
-    experts, top_k, layers = get(counted), get("num_experts_per_tok"), shape["layers"]
+    counted = next((key for key in config.row["experts"] if config.get(key)), None)
+    experts = config.number(counted or config.row["experts"][0])
+    top_k = config.number("num_experts_per_tok")
     if top_k > experts:
-        raise refuse(f"num_experts_per_tok {top_k} exceeds {counted} {experts}")
-    width = get("moe_intermediate_size", *[shape["ffn"]] * (counted == "num_local_experts"))
-    shared = get("n_shared_experts", 0, least=0) * width
-    shared = get("shared_expert_intermediate_size", shared, least=0)
-    first, sparse = get("first_k_dense_replace", 0, least=0), get("decoder_sparse_step", 1)
-    every, dense = get("moe_layer_freq", 1), config.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not {*map(str, dense)} <= {*map(str, range(layers))}:
-        raise refuse(f"mlp_only_layers is {dense!r}, not a list of layers 0 to {layers - 1}")
-    dense = {i for i in range(layers) if i < first or i % every or (i + 1) % sparse or i in dense}
+        raise config.refusal(f"num_experts_per_tok {top_k} exceeds {counted} {experts}")
+    own_width = config.row["experts"][0] == "num_local_experts" and config.family != "qwen3_moe"
+    width = config.number("moe_intermediate_size", *[ffn] * own_width)
+    shared = config.number("n_shared_experts", 0, least=0) * width
+    shared = config.number("shared_expert_intermediate_size", shared, least=0)
+    first = config.number("first_k_dense_replace", 0, least=0)
+    sparse, every = config.number("decoder_sparse_step", 1), config.number("moe_layer_freq", 1)
+    step = config.number("interleave_moe_layer_step", 1)
+    dense = config.layer_numbers("mlp_only_layers", layers)
+    chosen = config.layer_numbers("moe_layers", layers)
+    dense = {i for i in range(layers)
+             if i < first or i % every or (i + 1) % sparse or (i + 1) % step or i in dense
+             or chosen and i not in chosen}  # fmt: skip
     sizes = dict(experts=experts, top_k=top_k, expert_ffn=width, shared_ffn=shared)
     return sizes | dict(dense_layers=frozenset(dense))
+
+
+def _window_fields(config, layers):
+    """The fields of a Model that say how many tokens attention sees in each layer."""
+    chunk = config.number("attention_chunk_size", 0, least=0)
+    size = chunk or config.number("sliding_window", 0, least=0)
+    kinds, rule = config.get("layer_types"), config.row.get("window")
+    every = config.number("sliding_window_pattern", rule if type(rule) is int else 1)
+    first, used = config.number("max_window_layers", 0, least=0), config.flag("use_sliding_window")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise config.refusal(f"layer_types is not a list of {layers} words")
+    if kinds:
+        unknown = {*kinds} - {"full_attention", "sliding_attention", "chunked_attention"}
+        if unknown:
+            raise config.refusal(f"layer_types has {min(unknown)}: no attention of a known kind")
+        narrow = [kind != "full_attention" for kind in kinds]
+    elif rule == "use_sliding_window":
+        narrow = [used and i >= first for i in range(layers)]
+    elif type(rule) is int:
+        narrow = [(i + 1) % every > 0 for i in range(layers)]
+    else:
+        narrow = [rule == "all"] * layers
+    windows = tuple(size * x for x in narrow)
+    return dict(windows=windows if any(windows) else (), chunked=chunk > 0)
 
 
 def model_from_config(config, name="model"):
     """A Model from a Hugging Face config.json, as a dict.
 
     Raises ValueError with a sentence that names the field which is missing or contradicts another.
-    Layers that predict further tokens, and vision towers, are not counted.
+    What is not counted (further-token layers, a vision tower) stands in the model's `notes`.
     """
-    refuse = lambda why: ValueError(f"config.json of {name}: {why}")
-    if not isinstance(config.get("text_config", {}), dict):
-        raise refuse("text_config is not an object")
-    config = {**config, **config.get("text_config", {})}
-    family = nearest(config.get("model_type", "(no model_type)"), _FAMILIES, "model_type")
-    traits, defaults, *_ = _FAMILIES[family]
-    config = defaults | {key: value for key, value in config.items() if value is not None}
-
-    def get(key, *default, least=1, most=10**8):
-        key = _GPT2_NAMES.get(key, key) if family == "gpt2" else key
-        if key not in config and not default:
-            raise refuse(f"{key} is missing")
-        value = config.get(key, *default)
-        if type(value) is not int or not least <= value <= most:
-            raise refuse(f"{key} is {value!r}, not a whole number from {least} to {most}")
-        return value
-
-    def flag(key):
-        if type(value := config.get(key, False)) is not bool and value not in (0, 1):
-            raise refuse(f"{key} is {value!r}, neither true nor false")
-        return bool(value)
-
-    h, heads, mla = get("hidden_size"), get("num_attention_heads"), family.startswith("deepseek")
-    if "head_dim" not in config and not mla and h % heads:
-        raise refuse(f"num_attention_heads {heads} does not divide hidden_size {h}; no head_dim")
-    kv_heads = get("num_key_value_heads", heads)
+    config = Config(config, name)
+    family, number = config.family, config.number
+    mla = family in ("deepseek_v2", "deepseek_v3", "kimi_k2")
+    h, heads = number("hidden_size"), number("num_attention_heads")
+    kv_heads, layers = number("num_key_value_heads", heads), number("num_hidden_layers", most=10**4)
+    of_heads = f"does not divide num_attention_heads {heads}"
+    if config.get("head_dim") is None and not mla and h % heads:
+        raise config.refusal(f"num_attention_heads {heads} does not divide hidden_size {h}")
     if heads % kv_heads:
-        raise refuse(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    bias, layers = flag("attention_bias"), get("num_hidden_layers", most=10_000)
+        raise config.refusal(f"num_key_value_heads {kv_heads} {of_heads}")
     shape = dict(name=name, layers=layers, hidden=h, heads=heads, kv_heads=kv_heads)
-    shape |= dict(qkv_bias=bias, out_bias=bias, mlp_bias=flag("mlp_bias"))
-    shape |= dict(head_dim=get("head_dim", h // heads), vocab=get("vocab_size"))
-    shape |= dict(ffn=get("intermediate_size", *[4 * h] * (family == "gpt2")))
-    shape |= dict(tied=flag("tie_word_embeddings"))
-    shape |= dict(positions=get("n_positions") if family == "gpt2" else 0)
+    shape |= dict(head_dim=number("head_dim", h // heads), vocab=number("vocab_size"))
+    shape |= dict(ffn=number("intermediate_size", *[4 * h] * (family == "gpt2")))
+    shape |= dict(tied=config.flag("tie_word_embeddings"))
+    for key, traits in config.row.get("switches", {}).items():
+        shape |= dict.fromkeys(traits, config.flag(key))
+    shape["qk_norm"] = "head" if shape.get("qk_norm") else ""
+    if "positions" in config.row.get("names", {}):
+        shape["positions"] = number("positions") + config.row.get("extra_positions", 0)
     if mla:
-        sizes = map(get, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        shape |= dict(mla=(get("q_lora_rank", 0, least=0), *sizes))
-    counted = _EXPERTS.get(family)
-    for key in sorted({*_EXPERTS.values()} - {counted}):
-        if config.get(key):
-            raise refuse(f"{key} is {config[key]!r}, and a {family} has {counted or 'no experts'}")
-    if counted:
-        shape |= _experts(config, get, refuse, counted, shape)
-    return Model(**(shape | traits))
+        sizes = map(number, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        shape |= dict(mla=(number("q_lora_rank", 0, least=0), *sizes))
+    if family == "opt" and (config.get("word_embed_proj_dim", h) != h
+                            or not config.get("do_layer_norm_before", True)):  # fmt: skip
+        raise config.refusal("OPT with projected embeddings or norms after its blocks is not known")
+    experts = config.row.get("experts", [])
+    for key in sorted(EXPERT_KEYS - {*experts}):
+        if config.config.get(key):
+            has = experts[0] if experts else "no experts"
+            raise config.refusal(f"{key} is {config.config[key]!r}, and a {family} has {has}")
+    if len({config.config[key] for key in experts if config.config.get(key)}) > 1:
+        raise config.refusal(" and ".join(f"{key} is {config.config.get(key)}" for key in experts))
+    if experts:
+        shape |= _expert_fields(config, layers, shape["ffn"])
+    shape |= _window_fields(config, layers) | config.row.get("traits", {})
+    return Model(**shape, notes=config.notes())
 
 
-# The released config.json files, a line each: six columns, then what else matters. experts: how
-# many, per token, their width, shared ones, dense layers first. mla: ranks and head sizes.
-_COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
-_COLUMNS += "num_key_value_heads vocab_size".split()
-_MORE = {
-    "tied": ["tie_word_embeddings"],
-    "head_dim": ["head_dim"],
-    "experts": "experts num_experts_per_tok moe_intermediate_size".split()
-    + ["n_shared_experts", "first_k_dense_replace"],
-    "mla": "q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(),
-}
-_RELEASED = """
-llama-2-7b       llama        4096 11008  32  32  32  32000
-llama-2-13b      llama        5120 13824  40  40  40  32000
-llama-2-70b      llama        8192 28672  80  64   8  32000
-llama-3-8b       llama        4096 14336  32  32   8 128256
-llama-3-70b      llama        8192 28672  80  64   8 128256
-llama-3.1-405b   llama       16384 53248 126 128   8 128256
-llama-3.2-1b     llama        2048  8192  16  32   8 128256 tied=1
-llama-3.2-3b     llama        3072  8192  28  24   8 128256 tied=1
-mistral-7b       mistral      4096 14336  32  32   8  32000
-mistral-7b-v0.3  mistral      4096 14336  32  32   8  32768
-mistral-nemo-12b mistral      5120 14336  40  32   8 131072 head_dim=128
-mixtral-8x7b     mixtral      4096 14336  32  32   8  32000 experts=8,2,14336,0,0
-mixtral-8x22b    mixtral      6144 16384  56  48   8  32768 experts=8,2,16384,0,0
-qwen2.5-0.5b     qwen2         896  4864  24  14   2 151936 tied=1
-qwen2.5-1.5b     qwen2        1536  8960  28  12   2 151936 tied=1
-qwen2.5-7b       qwen2        3584 18944  28  28   4 152064
-qwen2.5-14b      qwen2        5120 13824  48  40   8 152064
-qwen2.5-32b      qwen2        5120 27648  64  40   8 152064
-qwen2.5-72b      qwen2        8192 29568  80  64   8 152064
-qwen3-0.6b       qwen3        1024  3072  28  16   8 151936 head_dim=128 tied=1
-qwen3-4b         qwen3        2560  9728  36  32   8 151936 head_dim=128 tied=1
-qwen3-8b         qwen3        4096 12288  36  32   8 151936 head_dim=128
-qwen3-14b        qwen3        5120 17408  40  40   8 151936 head_dim=128
-qwen3-32b        qwen3        5120 25600  64  64   8 151936 head_dim=128
-qwen3-30b-a3b    qwen3_moe    2048  6144  48  32   4 151936 head_dim=128 experts=128,8,768,0,0
-qwen3-235b-a22b  qwen3_moe    4096 12288  94  64   4 151936 head_dim=128 experts=128,8,1536,0,0
-deepseek-v2-lite deepseek_v2  2048 10944  27  16  16 102400 experts=64,6,1408,2,1
-  mla=0,512,64,128,128
-deepseek-v2      deepseek_v2  5120 12288  60 128 128 102400 experts=160,6,1536,2,1
-  mla=1536,512,64,128,128
-deepseek-v3      deepseek_v3  7168 18432  61 128 128 129280 experts=256,8,2048,1,3
-  mla=1536,512,64,128,128
-gemma-2b         gemma        2048 16384  18   8   1 256000
-gemma-7b         gemma        3072 24576  28  16  16 256000
-gemma-2-2b       gemma2       2304  9216  26   8   4 256000
-gemma-2-9b       gemma2       3584 14336  42  16   8 256000
-gemma-2-27b      gemma2       4608 36864  46  32  16 256000 head_dim=128
-gemma-3-1b       gemma3_text  1152  6912  26   4   1 262144
-gemma-3-4b       gemma3_text  2560 10240  34   8   4 262208
-gemma-3-12b      gemma3_text  3840 15360  48  16   8 262208
-gemma-3-27b      gemma3_text  5376 21504  62  32  16 262208 head_dim=128
-gpt2             gpt2          768  3072  12  12  12  50257
-gpt2-medium      gpt2         1024  4096  24  16  16  50257
-gpt2-large       gpt2         1280  5120  36  20  20  50257
-gpt2-xl          gpt2         1600  6400  48  25  25  50257
-"""
-_LINES = _RELEASED.replace("\n  ", " ").strip().splitlines()
-RELEASED = {name: words for name, *words in map(str.split, _LINES)}
+RELEASED = data("models")
 
 
 @lru_cache(maxsize=64)
 def preset(name):
     """A released model by name; ValueError with the nearest names if there is none."""
     name = nearest(name.lower(), RELEASED, "model")
-    family, *words = RELEASED[name]
-    config = dict(zip(_COLUMNS, map(int, words)), model_type=family)
-    for key, _, values in (word.partition("=") for word in words[6:]):
-        config |= zip(_MORE[key], map(int, values.split(",")))
-    config |= {_EXPERTS[family]: config.pop("experts")} if family in _EXPERTS else {}
-    if family == "gpt2":
-        config = {_GPT2_NAMES.get(key, key): value for key, value in config.items()}
-    return model_from_config(config, name)
+    return model_from_config(RELEASED[name], name)
 
 
 # ── a layout splits the list ─────────────────────────────────────────────────────────────────
-
-# schedule | idle of the makespan | idle of the span, if another | where that holds | held by rank s
-# p ranks, q = p-1, r = p-1-s ranks behind s · m micro-batches in groups of g · v chunks per rank
-# F forward, I input gradient, W weight gradient, B all three, for all layers of a rank · c a hop
-# X the shorter of forward and backward · n = m - (2p-1) · Z = F+I-2W+2c
-# k what zb-auto may hold. Sources: Narayanan et al. 2021; Qi et al. 2024 (zero bubble); DeepSeek-V3
-# report (DualPipe, an estimate where F, I, W differ). The tests hold each line to a simulation.
-SCHEDULE_FORMS = """
-gpipe          | q*B + 2*q*c             | | True | m
-1f1b           | q*B + 2*c*(q*m/p + p-2) | | m%p == 0 or not c | r+1
-eager-1f1b     | q*B + 2*q*c             | | 2*c <= B | 2*r+1
-interleaved    | q*B/v + 2*(v*p-1)*c     | | m%p == 0 and p*v*c <= g*X or not c | (2*r+1+(v-1)*g)/v
-looped-bfs     | q*B/v + 2*q*c           | | m%p == 0 and p*v*c <= (m-p)*X or not c | m
-zb-h1          | q*(F+I-W) + 4*q*c       | | W <= min(F, I) and (m >= 2*p and 2*c <= W or not c) | p
-zb-h2          | q*max(F+c, Z)           | q*max(0, Z) | n >= 0 and W <= F and 2*c <= F+I | 2*p-1
-zb-auto        |                       | max(0, q*(I+2*c) + (p-k)*F) | m >= k and W <= min(F, I) | k
-zb-v           | q*F/2 + (5*p-7)*c       | (6*p-8)*c | F == I == W and m >= 2*p and 4*c <= F | p
-interleaved-zb | q*(F+I-W)/v             | | W <= min(F, I) and not c | p
-dualpipev      | q*(F+2*I-W)/2           | | not c | p+1/2
-dualpipe       | (p/2-1)*(F+2*I-W)       | | not c | p+1
-"""
-_FORMS = {name: cells for name, *cells in parse_table("[all]" + SCHEDULE_FORMS)["all"]}
-SCHEDULES = tuple(_FORMS)
-_CHUNKED = "interleaved", "looped-bfs", "interleaved-zb"  # v chunks per rank, as many as wanted
-_V_SHAPED = "zb-v", "dualpipev"  # two chunks: rank s has stages s and 2p-1-s
-
-# Bytes per parameter, by what holds them. Sources: ZeRO (Rajbhandari et al. 2020) section 3 for 16;
-# Megatron-LM's distributed optimizer for 18; DeepSeek-V3 report section 3.3 for 13.
-PARTS = "weights|gradients|fp32 gradients|fp32 master|first moment|second moment".split("|")
-_RECIPES = """
-bf16           2 2 0 4 4 4
-bf16-fp32grad  2 4 0 4 4 4
-bf16-both      2 2 4 4 4 4
-bf16-pure      2 2 0 0 2 2
-bf16-sgd       2 2 0 4 0 0
-fp32           4 4 0 0 4 4
-fp8            1 2 0 4 4 4
-fp8-deepseek   1 4 0 4 2 2
-"""
-RECIPES = {
-    name: {part: int(width) for part, width in zip(PARTS, widths) if int(width)}
-    for name, *widths in map(str.split, _RECIPES.strip().splitlines())
-}
-
 
 _MAY_BE_0 = "zero", "shard"
 
@@ -515,10 +863,12 @@ class Layout:
     ep: Annotated[int, "expert-parallel ranks, folded into tp x cp x dp"] = 1
     etp: Annotated[int, "tensor-parallel ranks inside an expert"] = 1
     schedule: Annotated[str, "pipeline schedule", SCHEDULES] = "1f1b"
-    v: Annotated[int, "chunks per pipeline rank"] = 1
+    v: Annotated[int, "chunks of a pipeline rank"] = 1
+    limit: Annotated[int, "micro-batches that zb-auto may hold; default: 2 pp - 1"] = 0
     stages: Annotated[tuple[int, ...], "layers of each stage, as 7,8,8,7; default: even"] = ()
     zero: Annotated[int, "ZeRO stage", (0, 1, 2, 3)] = 0
     shard: Annotated[int, "ranks that share one ZeRO copy (hybrid); default: all of dp x cp"] = 0
+    no_sync: Annotated[bool, "reduce gradients after the last micro-batch; they stay whole"] = False
     recipe: Annotated[str, "precision; activations: 16 bits, but in fp32", tuple(RECIPES)] = "bf16"
     batch: Annotated[int, "sequences in a micro-batch"] = 1
     seq: Annotated[int, "tokens in a sequence"] = 4096
@@ -530,7 +880,9 @@ class Layout:
     gather: Annotated[str, "sp: gathered inputs for backward", ("again", "keep")] = "again"
     cp_variant: Annotated[str, "attention", ("ring", "all-gather", "ulysses")] = "ring"
     dropout: Annotated[bool, "dropout on attention and residuals"] = False
-    loss: Annotated[str, "cross-entropy", ("eager", "copies", "fused")] = "eager"
+    loss: Annotated[str, "cross-entropy keeps 4, 6, 2 or 6 bytes a logit",
+                    ("eager", "copies", "fused", "megatron")] = "eager"  # fmt: skip
+    impl: Annotated[str, "whose buffers are listed too", ("torch", "megatron-te")] = "torch"
 
     @property
     def world(self):
@@ -542,7 +894,7 @@ class Layout:
 
     @property
     def zero_ranks(self):
-        """Ranks over which a dense parameter's state is cut."""
+        """Ranks over which a dense parameter's state is divided."""
         return self.shard or self.dp * self.cp
 
     @property
@@ -551,61 +903,58 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def shards(self, group):
-        """Ranks over which ZeRO cuts a dense or an expert parameter."""
+        """Ranks over which ZeRO divides a dense or an expert parameter."""
         n = self.zero_ranks
         return math.gcd(n, self.expert_replicas) if group == "expert" else n
 
     def degrees(self, model):
-        """{axis of a weight: ranks that split it}."""
+        """The ranks that split each axis of a weight, {axis: ranks}."""
         kv = min(self.tp, model.kv_heads)
         return {"tp": self.tp, "kv": kv, "ep": self.ep, "etp": self.etp}
 
+    def in_flight(self, rank):
+        """Micro-batches that a pipeline rank holds, in all of its layers."""
+        held = in_flight(self.schedule, self.pp, self.m, self.v, rank, self.limit)
+        return held / 2 if self.schedule == "dualpipe" else held  # of two stages, it crosses one
+
 
 def flags_of(function):
-    """{parameter: (type, help, choices if it has some)} of what a function, or Layout, takes."""
+    """What a function, or Layout, takes: {parameter: (type, help, choices if it has some)}."""
     kinds = inspect.signature(function).parameters.items()
     return {name: (p.annotation.__origin__, *p.annotation.__metadata__)
             for name, p in kinds if hasattr(p.annotation, "__metadata__")}  # fmt: skip
 
 
 def split_layers(layers, stages):
-    """Layers per stage: even, and where it is not, the ends (embedding, head) are the lightest."""
+    """Layers of each stage: even; with a rest, the ends (embedding, head) get the fewest."""
     base, extra = divmod(layers, stages)
     inner_first = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 1), s))
     heavy = set(inner_first[:extra])
     return [base + (s in heavy) for s in range(stages)]
 
 
-def rank_stages(schedule, p, v=1):
-    """Model stages of each pipeline rank: a list of tuples. DualPipe holds every stage twice."""
-    if schedule in _V_SHAPED:
-        return [(s, 2 * p - 1 - s) for s in range(p)]
+def rank_stages(schedule, n, c=1):
+    """Model stages of each pipeline rank, a list of tuples. DualPipe holds every stage twice."""
+    if schedule in V_SHAPED:
+        return [(r, 2 * n - 1 - r) for r in range(n)]
     if schedule == "dualpipe":
-        return [(s, p - 1 - s) for s in range(p)]
-    return [tuple(c * p + s for c in range(v)) for s in range(p)]
+        return [(r, n - 1 - r) for r in range(n)]
+    return [tuple(i * n + r for i in range(c)) for r in range(n)]
 
 
-def check_schedule(schedule, p, m, v=1):
-    """ValueError with a sentence where a schedule cannot run p ranks, m micro-batches, v chunks."""
-    nearest(schedule, SCHEDULES, "schedule")
-    for name, value in ("p", p), ("m", m), ("v", v):
-        if value < 1:
-            raise ValueError(f"--{name} {value}: at least 1 is needed")
-    if v > 1 and schedule not in _CHUNKED:
-        raise ValueError(f"{schedule} does not take v = {v} chunks: use {', '.join(_CHUNKED)}")
-    if v > 1 and (m < p or m % (m // p)):
-        raise ValueError(f"{schedule} cannot group {m} micro-batches: use a multiple of {p}")
-    if schedule.startswith("dualpipe") and m < 2 * p:
-        raise ValueError(f"{schedule} on {p} ranks needs {2 * p} micro-batches or more, not {m}")
-    if schedule == "dualpipe" and (p % 2 or m % 2):
-        raise ValueError(f"dualpipe needs even numbers of ranks and micro-batches, not {p} and {m}")
+def filling(schedule, n, c=1):
+    """The fewest micro-batches, from n on, with which rank 0 holds as many as it ever holds."""
+    if schedule in ("gpipe", "looped-bfs") or n == 1:
+        return n
+    most = in_flight(schedule, n, 4 * n, c)
+    return next(m for m in range(n, 4 * n + 1) if in_flight(schedule, n, m, c) == most)
 
 
 def validate(model, layout):
-    """ValueError, in one sentence with the way out, if the model cannot be split like this."""
+    """Raise ValueError, a sentence with the way out, if the model cannot be split like this."""
     lo, m = layout, model
     for name, (kind, _, *choices) in flags_of(Layout).items():
-        value, least = getattr(lo, name), 0 if name in _MAY_BE_0 else 1
+        value, least = getattr(lo, name), 0 if name in (*_MAY_BE_0, "limit") else 1
         if kind is int and value < least:
             raise ValueError(f"--{name} {value}: at least {least} is needed")
         if choices and value not in choices[0]:
@@ -634,172 +983,92 @@ def validate(model, layout):
     if lo.seq % pieces:
         raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, tp by sp): "
                          f"use {lo.seq // pieces * pieces or pieces}")
+    if 0 < m.positions < lo.seq:
+        raise ValueError(f"--seq {lo.seq}: {m.name} has {m.positions} learned positions: "
+                         f"use {m.positions} or fewer")
     check_schedule(lo.schedule, lo.pp, lo.m, lo.v)
+    if lo.limit and lo.schedule != "zb-auto":
+        raise ValueError(f"--limit {lo.limit} means nothing to --schedule {lo.schedule}")
     stages = 1 + max(map(max, rank_stages(lo.schedule, lo.pp, lo.v)))
-    if stages > m.layers:
-        raise ValueError(f"--pp {lo.pp}: {stages} stages, and {m.name} has only {m.layers} layers")
+    if stages > m.layers and not lo.stages:
+        raise ValueError(f"--pp {lo.pp}: {stages} stages, and {m.name} has only {m.layers} layers: "
+                         "--stages may leave some empty")
     wrong = len(lo.stages) != stages or sum(lo.stages) != m.layers or min(lo.stages) < 0
     if lo.stages and wrong:
-        given = ",".join(map(str, lo.stages))
-        raise ValueError(f"--stages {given}: needed are {stages} numbers that sum to {m.layers}")
-
-
-# ── memory: states ───────────────────────────────────────────────────────────────────────────
-
-
-def state_items(params, ranks=1, stage=0, recipe="bf16"):
-    """{component: bytes} that one rank holds of `params` parameters under ZeRO.
-
-    Stage 1 cuts the optimizer (master and moments) over the ranks, 2 the gradients too, 3 the
-    weights too; a cut that does not divide is padded up. Source: Rajbhandari et al. 2020, fig. 1.
-    """
-    items, shard = {}, -(-params // ranks)
-    for name, width in RECIPES[nearest(recipe, RECIPES, "recipe")].items():
-        cut_from = 3 if name == "weights" else 2 if "gradients" in name else 1
-        items[name] = (shard if stage >= cut_from else params) * width
-    return items
-
-
-def zero_bytes(params, ranks=1, stage=0, recipe="bf16"):
-    """Bytes of weights, gradients and optimizer state on one rank: the sum of `state_items`."""
-    return sum(state_items(int(params), int(ranks), stage, recipe).values())
+        listed = ",".join(map(str, lo.stages))
+        raise ValueError(f"--stages {listed}: needed are {stages} numbers that sum to {m.layers}")
 
 
 # ── memory: the list of tensors kept for backward ────────────────────────────────────────────
-
-# name | bytes, per micro-batch | only where | core: recomputed by selective recompute
-# A norm is a line of three: its elements, its rows, and what divides both. g divides an input that
-# sequence parallelism gathered, u what it never does. Source, tensor by tensor: Korthikanti et al.
-# 2022, section 4.1; the tests hold the lines to what torch keeps.
-ACTIVATIONS = """
-[layer]
-norm of attention            | T*h T u
-attention input              | T*h*e//g
-norm of the q rank           | T*rq T 1            | rq
-q up-projection input        | T*rq*e              | rq
-norm of the kv rank          | T*rkv T 1           | mla
-kv up-projection input       | T*rkv*e             | mla
-rope part, beside the kv rank| T*rope*e            | mla
-norm of q                    | T*a*d T*a 1         | qk_norm
-norm of k                    | T*k*d T*k 1         | qk_norm
-q                            | T*a*d*e
-k                            | far*near*d*e        | not per_head
-v                            | far*near*dv*e       | not per_head
-k of every head              | far*a*d*e           | per_head
-v of every head              | far*a*dv*e          | per_head
-log-sum-exp                  | 4*T*a               | attention == 'flash'   | core
-probabilities                | e*a*b*s*S           | attention == 'unfused' | core
-attention dropout mask       | a*b*s*S             | attention == 'unfused' and dropout | core
-dropped probabilities        | e*a*b*s*S           | attention == 'unfused' and dropout | core
-attention output             | T*a*dv*e
-output after all-to-all      | T*a*dv*e            | cp > 1 and cp_variant == 'ulysses'
-attention residual mask      | T*h//u              | dropout
-norm after attention         | T*h T u             | norms == 4
-norm of the mlp              | T*h T u
-mlp residual mask            | T*h//u              | dropout
-norm after the mlp           | T*h T u             | norms == 4
-[dense]
-mlp input                    | T*h*e//g
-mlp gate                     | T*f*e               | gated
-mlp up                       | T*f*e
-mlp activation               | T*f*e               | gated and mlp == 'eager'
-mlp product                  | T*f*e               | mlp != 'recompute'
-[moe]
-router input                 | T*h*e//u
-router probabilities, fp32   | 4*T*E//u
-chosen experts               | 8*T*top_k//u
-chosen probabilities and sum | 4*T*(top_k+1)//u
-token of each row, and way back | 16*R
-expert input                 | R*h*e
-expert gate                  | R*x*e
-expert up                    | R*x*e
-expert activation            | R*x*e               | mlp == 'eager'
-expert product               | R*x*e               | mlp != 'recompute'
-expert output, by token      | R*h*e
-gates                        | R*e
-shared expert input          | T*h*e               | Fs and u > g
-shared expert gate           | T*y*e               | Fs
-shared expert up             | T*y*e               | Fs
-shared expert activation     | T*y*e               | Fs and mlp == 'eager'
-shared expert product        | T*y*e               | Fs and mlp != 'recompute'
-shared output and its gate   | T*(h+1)*e//u        | shared_gate
-[last]
-norm at the end              | T*h T u
-head input                   | T*h*e//g
-log-probabilities, fp32      | 4*T*V               | loss == 'eager'
-logits and an fp32 copy      | (e+4)*T*V           | loss == 'copies'
-logits                       | e*T*V               | loss == 'fused'
-[loss peak]
-fp32 logits and gradient     | 8*T*V               | loss == 'eager'
-fp32 gradient                | 4*T*V               | loss == 'copies'
-[boundary]
-norm of attention: input     | T*h*e//u
-[first]
-token ids                    | 8*T
-embedding mask               | T*h//u              | dropout
-"""
 
 
 @dataclass(frozen=True)
 class Item:
     """A line of the budget, as one tensor kept for backward is: its bytes, and how they come about.
-    part: of `BUDGET`; core: recomputed by selective recompute."""
+    part: one of `BUDGET`; core: recomputed by selective recompute; letters: of the formula."""
 
     name: str
     bytes: int
     formula: str
     part: str = "buffers"
     core: bool = False
+    letters: tuple = ()
 
 
 BUDGET = "weights", "gradients", "optimizer", "activations", "buffers"
+ACTIVATIONS = data("activations")
+LEGEND = data("legend")["letters"]
 
 
 @lru_cache(maxsize=64)
 def symbols(model, layout):
-    """The letters of the activation table, as numbers of this model on one rank of this layout."""
+    """The letters and words of the activation table, for this model on one rank of this layout."""
     m, lo = model, layout
-    u, cut = lo.tp if lo.sp else 1, lo.recompute == "selective"
-    s, tokens = lo.seq // lo.cp, lo.batch * lo.seq // lo.cp
+    sp, selective = lo.tp if lo.sp else 1, lo.recompute == "selective"
+    tokens = lo.batch * lo.seq // lo.cp
     keeps_far = lo.cp > 1 and lo.cp_variant == "all-gather" and lo.gather == "keep"
-    k = max(1, m.kv_heads // lo.tp)
+    kv, ulysses = max(1, m.kv_heads // lo.tp), lo.cp > 1 and lo.cp_variant == "ulysses"
+    gathered = sp if lo.gather == "again" else 1
     return m.letters() | vars(lo) | dict(
-        T=tokens, b=lo.batch, s=s, S=lo.seq, e=lo.itemsize, u=u, g=u if lo.gather == "again" else 1,
-        a=m.heads // lo.tp, k=k, f=m.ffn // lo.tp,
-        near=math.lcm(k, lo.cp) if lo.cp_variant == "ulysses" else k,  # repeated until cp divides
-        V=-(-m.vocab // lo.tp), x=m.expert_ffn // lo.etp, y=m.shared_ffn // lo.tp,
-        R=tokens // u * m.top_k * lo.etp,  # rows that a balanced router sends to a rank
-        far=lo.batch * lo.seq if keeps_far else tokens,
-        per_head=bool(m.mla) or (lo.attention == "unfused" and not cut),  # k, v repeated per head
+        b=lo.batch, s=lo.seq // lo.cp, S=lo.seq, bytes=lo.itemsize, sp=sp, gathered=gathered,
+        h=m.heads // lo.tp, kv=kv, f=m.ffn // lo.tp, v=-(-m.vocab // lo.tp),
+        expert_f=m.expert_ffn // lo.etp, shared_f=m.shared_ffn // lo.tp,
+        R=tokens // sp * m.top_k * lo.etp,  # a balanced router sends so many rows to a rank
+        ulysses=ulysses, kv_dealt=math.lcm(kv, lo.cp) if lo.cp_variant == "ulysses" else kv,
+        kv_tokens=lo.batch * lo.seq if keeps_far else tokens,
+        per_head=bool(m.mla) or (lo.attention == "unfused" and not selective),
+        shared_input=m.shared_ffn > 0 and sp > gathered, regathered=sp > 1 and gathered > 1,
     )  # fmt: skip
 
 
-def _norm_rows(name, sizes, layout, layer_norm):
-    """A norm keeps its input and its statistics; an RMSNorm written out computes in fp32, and keeps
-    more. What it returns is kept by the product that reads it."""
-    elements, rows, by = sizes.split()
-    if layout.norm == "eager" and not layer_norm:
-        yield f"{name}: fp32 input", f"4*{elements}//{by}"
-        yield f"{name}: normalised", f"{elements}*e//{by}"
+def _norm_rows(row, eager, layer_norm):
+    """The rows of a norm: its input and its statistics; an RMSNorm that is written out computes in
+    fp32, and keeps more."""
+    elements, name = row["norm"], row["name"]
+    if eager and not layer_norm:
+        yield f"{name}: fp32 input", [4, *elements]
+        yield f"{name}: normalised", [*elements, "bytes"]
     else:
-        yield f"{name}: input", f"{elements}*e//{by}"
-    yield f"{name}: statistics", f"{8 if layer_norm else 4}*{rows}//{by}"
-
-
-_ACTIVATIONS = parse_table(ACTIVATIONS)
+        yield f"{name}: input", [*elements, "bytes"]
+    yield f"{name}: statistics", [8 if layer_norm else 4, *row["rows"]]
 
 
 @lru_cache(maxsize=512)
 def saved_in(model, layout, *sections):
-    """Rows of the activation table, as a tuple of `Item`: those that apply, evaluated."""
+    """Rows of sections of the activation table, as a tuple of `Item`: those that apply."""
     names, out = symbols(model, layout), []
-    for name, formula, *more in [row for section in sections for row in _ACTIVATIONS[section]]:
-        if more and more[0] and not evaluate(more[0], names):
+    for row in (row for section in sections for row in ACTIVATIONS[section]):
+        if not applies(row, names):
             continue
-        is_norm = " " in formula
-        rows = _norm_rows(name, formula, layout, model.layer_norm) if is_norm else [(name, formula)]
-        core = more[1:] == ["core"]
-        out += [Item(n, int(evaluate(f, names)), f, core=core) for n, f in rows]
+        rows = [(row["name"], row.get("of"))]
+        if "norm" in row:
+            rows = _norm_rows(row, layout.norm == "eager", model.layer_norm)
+        over = row.get("over")
+        for name, letters in rows:
+            size = product(letters, names) // names.get(over, 1)
+            used = tuple(x for x in (*letters, over) if isinstance(x, str))
+            formula = spelled(letters, names, over)
+            out.append(Item(name, size, formula, core=row.get("core", False), letters=used))
     return tuple(out)
 
 
@@ -828,30 +1097,6 @@ def total(items):
     return sum(item.bytes for item in items)
 
 
-def megatron_activations(seq, batch, hidden, heads=0, tp=1, sp=False):
-    """Bytes of a layer with GELU, dropout and multi-head attention in 16 bits: Korthikanti et al.
-    2022, equations 1-4. With heads, the attention stores its probabilities: 5as/h more."""
-    scores = 5 * heads * seq / hidden
-    return seq * batch * hidden * ((34 + scores) / tp if sp else 10 + (24 + scores) / tp)
-
-
-# ── memory: how many micro-batches are in flight ─────────────────────────────────────────────
-
-
-def _schedule_letters(p, m, v, limit):
-    return dict(p=p, q=p - 1, m=m, v=v, g=m // max(1, m // p), k=limit or 2 * p - 1)
-
-
-def in_flight(schedule, p, m, v=1, rank=0, limit=None):
-    """Micro-batches whose activations a pipeline rank holds at its peak: a Fraction, in units of
-    all layers of the rank (DualPipe: of one of its two stages). Split backwards are counted as
-    holding everything until W; zb-auto holds its limit, by default 2p - 1."""
-    check_schedule(schedule, p, m, v)
-    sizes = _schedule_letters(p, m, v, limit) | dict(r=p - 1 - rank)
-    held = evaluate(_FORMS[schedule][3], {name: Fraction(n) for name, n in sizes.items()})
-    return min(Fraction(m), Fraction(held))
-
-
 # ── memory: a rank of every stage, at three moments ──────────────────────────────────────────
 
 
@@ -863,7 +1108,7 @@ class StageMemory:
     layers: list
     params: int
     moments: dict  # moment -> [Item]
-    loose: int  # bytes of gradients that flow through one layer: they belong to the range
+    loose: int  # bytes of gradients that flow through one layer, where no item names them
 
     def bytes_at(self, moment):
         return total(self.moments[moment])
@@ -874,16 +1119,24 @@ class StageMemory:
 
     @property
     def peak(self):
+        """Bytes that the tensors listed allocate: torch.cuda.max_memory_allocated has these."""
         return self.bytes_at(self.moment)
 
     @property
+    def reserve(self):
+        """(least, most) bytes that the allocator reserves beside the peak, an estimate: 2 to 8 %
+        for fragmentation, and gradients between the parts of a layer."""
+        return 0.02 * self.peak, 0.08 * self.peak + self.loose
+
+    @property
     def overhead(self):
-        """(least, most) bytes of what no formula gives, an estimate: CUDA context 0.5 to 1 GiB,
-        NCCL 0.3 to 2 GiB, fragmentation 2 to 8 %, gradients between the parts of a layer."""
-        return 0.8 * GiB + 0.02 * self.peak, 3 * GiB + 0.08 * self.peak + self.loose
+        """(least, most) bytes that the driver sees beside the peak, an estimate: `reserve`, a CUDA
+        context of 0.5 to 1 GiB, NCCL's 0.3 to 2 GiB."""
+        low, high = self.reserve
+        return low + 0.8 * GiB, high + 3 * GiB
 
     def verdict(self, hbm):
-        """fits, tight or does not fit, of `hbm` bytes."""
+        """Whether the rank fits, is tight or does not fit `hbm` bytes."""
         low, high = (self.peak + more for more in self.overhead)
         return "fits" if high <= hbm else "tight" if low <= hbm else "does not fit"
 
@@ -909,8 +1162,8 @@ def _by_layer(model):
 
 
 def local_parameters(model, layout, layers):
-    """{(layer, group): elements} on one rank; group is dense, expert or buffer. A rank that has the
-    head of a tied model but not its embedding holds a copy of the embedding."""
+    """Elements on one rank, {(layer, group): elements}; group is dense, expert or buffer. A rank
+    that has the head of a tied model but not its embedding holds a copy of the embedding."""
     degrees, out = layout.degrees(model), Counter()
     for layer in layers:
         copies = layer == model.layers and model.tied and -1 not in layers
@@ -935,31 +1188,32 @@ def _state_items(layout, parts):
     held, how, recipe = Counter(), {}, RECIPES[layout.recipe]
     for group in "dense", "expert":
         params, ranks = group_size(parts, group), layout.shards(group)
-        for name, size in state_items(params, ranks, layout.zero, layout.recipe).items():
+        sizes = state_items(params, ranks, layout.zero, layout.recipe, layout.no_sync)
+        for name, size in sizes.items():
             cut = f" / {ranks}" if size < params * recipe[name] else ""
-            line = [f"{params} {group} * {recipe[name]}{cut}"] * (params > 0)
+            line = [f"{params:,} {group} * {recipe[name]}{cut}"] * (params > 0)
             held[name], how[name] = held[name] + size, how.get(name, []) + line
     if buffers := group_size(parts, "buffer"):
         held["weights"] += 4 * buffers
-        how["weights"].append(f"{buffers} buffers * 4")
+        how["weights"].append(f"{buffers:,} buffers * 4")
     units, work = Counter(), []  # what is gathered and reduced at once: the parts of one layer
     for (layer, group), n in parts.items():
         units[layer] += n * (group != "buffer" and layout.shards(group) > 1)
-    unit = max(units.values())
+    unit = max(units.values(), default=0)
     for name, part, count in ("gathered", "weights", 2), ("unreduced", "gradients", 1):
         cut_from = 3 if part == "weights" else 2  # weights: of the next layer as well
-        if layout.zero >= cut_from and unit:
+        whole = part == "gradients" and layout.no_sync
+        if layout.zero >= cut_from and unit and not whole:
             count, width = min(count, len(units)), recipe[part]
-            work.append(Item(f"{name} {part}", count * unit * width, f"{count} * {unit} * {width}"))
+            size, formula = count * unit * width, f"{count} * {unit:,} * {width}"
+            work.append(Item(f"{name} {part}", size, formula))
     part = lambda name: next((x for x in BUDGET[:2] if x in name), "optimizer")
     return [Item(name, held[name], " + ".join(how[name]), part(name)) for name in held], work
 
 
-def _held_activations(model, layout, rank, layers):
-    """Items that wait for backward on a rank, each times the micro-batches in flight."""
-    flight = in_flight(layout.schedule, layout.pp, layout.m, layout.v, rank)
-    if layout.schedule == "dualpipe":
-        flight /= 2  # a micro-batch crosses one of the rank's two stages
+def _held_activations(model, layout, layers, flight, last_flight):
+    """Items that wait for backward on a rank, each times the micro-batches in flight; last_flight:
+    those whose head and loss wait."""
     kinds = Counter({-1: "embedding", model.layers: "head"}.get(x, model.is_moe(x)) for x in layers)
     lists = {"embedding": ("embedding", "first"), "head": ("head and loss", "last")}
     items = []
@@ -970,32 +1224,59 @@ def _held_activations(model, layout, rank, layers):
             name = f"{count} {'mixture-of-experts' if kind else 'dense'} layers"
             layer = next(x for x in one_of_each(model, layers) if model.is_moe(x) == kind)
             saved = kept_activations(model, layout, layer)
-        size = math.ceil(flight * count * total(saved))
-        formula = f"{flight} in flight * {count} * {total(saved)}"
-        items.append(Item(f"activations of {name}", size, formula, "activations"))
+        held = last_flight if kind == "head" else flight
+        size, line = math.ceil(held * count * total(saved)), f"{count} * {total(saved):,}"
+        line = f"{held} in flight * {line}"
+        items.append(Item(f"activations of {name}", size, line, "activations"))
     return items
+
+
+def _dummy_gradients(model, layout, layers):
+    """The buffers of Transformer Engine. It adds the true gradient of a weight to an fp32 buffer,
+    and returns a 16-bit one that nobody reads: one for each distinct shape, kept for good. Source:
+    transformer_engine/pytorch/module/base.py, get_dummy_wgrad."""
+    degrees, shapes = layout.degrees(model), set()
+    for layer in layers:
+        rows, columns = Counter(), {}
+        for w in _by_layer(model)[layer]:
+            if w.linear:
+                *_, row, columns[w.linear] = w.local_shape(degrees)
+                rows[w.linear] += row
+        shapes |= {(rows[name], columns[name]) for name in rows}
+    size = 2 * sum(map(math.prod, shapes))
+    listed = " + ".join(f"{a:,} x {b:,}" for a, b in sorted(shapes))
+    return [Item("16-bit gradients of each shape", size, f"2 * ({listed})")] * (size > 0)
 
 
 def stage_memory(model, layout, rank=0):
     """`StageMemory` of one pipeline rank: what is alive in the loss, in the deepest backward and at
     the optimizer step. Gradients count throughout, as from the second micro-batch on; a fused
     optimizer needs nothing of its own at the step."""
-    layers = placed_layers(model, layout)[rank]
-    parts = local_parameters(model, layout, layers)
-    states, work = _state_items(layout, parts)
-    held = _held_activations(model, layout, rank, layers)
-    again = [total(recomputed(model, layout, x)) for x in one_of_each(model, layers)]
+    lo, layers = layout, placed_layers(model, layout)[rank]
+    parts, flight = local_parameters(model, lo, layers), lo.in_flight(rank)
+    states, work = _state_items(lo, parts)
+    held = partial(_held_activations, model, lo, layers, flight)
+    again = [total(recomputed(model, lo, x)) for x in one_of_each(model, layers)]
     redo = [Item("one layer recomputed", max(again, default=0), "what it keeps otherwise")]
-    names, has_head = symbols(model, layout), model.layers in layers
-    peak = saved_in(model, layout, "loss peak") if has_head else ()
-    peak = [Item(s.name, s.bytes, substituted(s.formula, names)) for s in peak]
+    names, has_head = symbols(model, lo), model.layers in layers
+    peak, flowing, te = [], [], lo.impl == "megatron-te"
+    if te:
+        work = work + _dummy_gradients(model, lo, layers)
+        flowing = [*saved_in(model, lo, "layer backward")]
+    if has_head:
+        peak = [*saved_in(model, lo, "loss peak", *["head backward"] * te)]
+    backward_of_head = max(0, flight - 1)  # the first to go back has let go of its logits
     moments = {
-        "loss" if has_head else "last forward": states + held + peak + work[: layout.zero == 3],
-        "deepest backward": states + held + redo * (layout.recompute != "none") + work,
+        "loss" if has_head else "last forward":
+            states + held(flight) + peak + (work if te else work[: lo.zero == 3]),
+        "deepest backward": states + held(backward_of_head) + redo * (lo.recompute != "none")
+            + work + flowing,
         "optimizer step": states,
-    }
-    widest = 3 * max(names["f"] * names["T"], names["x"] * names["R"]) + 2 * names["T"] * names["h"]
-    return StageMemory(rank, layers, sum(parts.values()), moments, widest * names["e"])
+    }  # fmt: skip
+    widest = 3 * max(names["f"] * names["b"] * names["s"], names["expert_f"] * names["R"])
+    widest += 2 * names["b"] * names["s"] * names["D"]
+    loose = 0 if te else widest * names["bytes"]
+    return StageMemory(rank, layers, sum(parts.values()), moments, loose)
 
 
 def estimate(model, layout):
@@ -1010,7 +1291,7 @@ def heaviest(stages):
 
 
 def grouped(stage, moment=None):
-    """{part of `BUDGET`: bytes} of a rank, at its peak."""
+    """Bytes of a rank by part of `BUDGET`, at its peak."""
     sums = dict.fromkeys(BUDGET, 0)
     for item in stage.moments[moment or stage.moment]:
         sums[item.part] += item.bytes
@@ -1056,133 +1337,38 @@ def way_out(model, layout, hbm, most=9):
     return " ".join(as_flags(changed, layout)), peak, says, changed
 
 
-# ── traffic: bytes that leave a rank, as a ring sends them ───────────────────────────────────
+# ── traffic: the calls of a step ─────────────────────────────────────────────────────────────
+
+TRAFFIC = data("traffic")
 
 
-def ring_all_reduce_bytes(size, n):
-    """Bytes sent by each rank that all-reduces `size` bytes over n: 2(n-1)/n of them. Source, as of
-    the next: Patarasuk & Yuan 2009."""
-    return 2 * (n - 1) / n * size
-
-
-def ring_share_bytes(size, n):
-    """Bytes sent by each rank of an all-gather to, a reduce-scatter of, or an even all-to-all of
-    `size` bytes over n: (n-1)/n of them."""
-    return (n - 1) / n * size
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`count` calls of a collective over `ranks` ranks, `size` bytes each (the whole tensor)."""
-
-    axis: str
-    phase: str  # forward, backward, recompute, step
-    collective: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
-    count: float
-    size: float
-    ranks: int
-    hideable: bool = False  # can run beside computation
-
-    @property
-    def sent(self):
-        """Bytes that leave one rank."""
-        if self.collective == "send":
-            return self.count * self.size
-        per_call = ring_all_reduce_bytes if self.collective == "all_reduce" else ring_share_bytes
-        return self.count * per_call(self.size, self.ranks)
-
-
-def sent(transfers):
-    """Bytes that leave one rank, summed over a list of `Transfer`."""
-    return sum(transfer.sent for transfer in transfers)
-
-
-# phase and collective | calls | bytes of a call, of the whole tensor | only where
-# n ranks of the group · P parameters of w bytes · g bytes of a gradient, dk and dv too · z ZeRO
-# R rows to experts · E experts · pairs: attention and MLP, each between an f and a g
-# Sources: pairs Shoeybi et al. 2019, with sp Korthikanti et al. 2022; experts Lepikhin et al. 2021;
-# ring Liu et al. 2023; all-gather Llama 3 report; ulysses Jacobs et al. 2023; boundary Narayanan et
-# al. 2021; zero Rajbhandari et al. 2020, section 7.
-TRAFFIC = """
-[layer over tp]
-forward all_reduce       | pairs           | T*h*e | not sp
-forward all_gather       | pairs           | T*h*e | sp
-forward reduce_scatter   | pairs           | T*h*e | sp
-backward all_reduce      | pairs           | T*h*e | not sp
-backward all_gather      | pairs           | T*h*e | sp
-backward reduce_scatter  | pairs           | T*h*e | sp
-backward all_gather      | pairs           | T*h*e | sp and regather
-recompute all_reduce     | pairs-last      | T*h*e | not sp and recompute == 'full'
-recompute all_gather     | pairs           | T*h*e | sp and recompute == 'full'
-recompute reduce_scatter | pairs-last      | T*h*e | sp and recompute == 'full'
-[embedding over tp]
-forward all_reduce       | 1               | T*h*e | not sp
-forward reduce_scatter   | 1               | T*h*e | sp
-backward all_gather      | 1               | T*h*e | sp
-[head and loss over tp]
-backward all_reduce      | 1               | T*h*e | not sp
-forward all_gather       | 1               | T*h*e | sp
-backward reduce_scatter  | 1               | T*h*e | sp
-backward all_gather      | 1               | T*h*e | sp and regather
-forward all_reduce       | 3               | 4*T
-[experts]
-forward all_to_all       | 1               | 8*E   | E
-forward all_to_all       | 2               | R*h*e
-backward all_to_all      | 2               | R*h*e
-recompute all_to_all     | 1               | 8*E   | E and recompute == 'full'
-recompute all_to_all     | 2               | R*h*e | recompute == 'full'
-[ring]
-forward send             | n-1             | 2*b*S*K*d*e//n
-backward send            | n-1             | 2*b*S*K*d*e//n
-backward send            | n               | 2*b*S*K*d*g//n
-recompute send           | n-1             | 2*b*S*K*d*e//n | recompute != 'none'
-[all-gather]
-forward all_gather       | 1               | 2*b*S*K*d*e
-backward all_gather      | 1               | 2*b*S*K*d*e    | regather
-backward reduce_scatter  | 1               | 2*b*S*K*d*g
-recompute all_gather     | 1               | 2*b*S*K*d*e    | recompute != 'none'
-[ulysses]
-forward all_to_all       | 1               | 2*b*S//n*(A+lcm(K,n))*d*e
-backward all_to_all      | 1               | 2*b*S//n*(A+lcm(K,n))*d*e
-recompute all_to_all     | 1               | 2*b*S//n*(A+lcm(K,n))*d*e | recompute == 'full'
-[boundary of stages]
-forward send             | m*ahead         | T*h*e/share
-backward send            | m*back          | T*h*e/share
-[zero]
-backward all_reduce      | 1               | P*g   | z == 0
-backward reduce_scatter  | 1 if z < 2 else m | P*g | z > 0
-step all_gather          | 1               | P*w   | z == 1 or z == 2
-forward all_gather       | m               | P*w   | z == 3
-backward all_gather      | m               | P*w   | z == 3
-[replicas of a shard]
-backward all_reduce      | 1 if z < 2 else m | P*g   | z > 0
-"""
-_TRAFFIC = parse_table(TRAFFIC)
-
-
-def transfers(section, axis, ranks, hideable=False, **names):
-    """Rows of a section of the traffic table, as a list of `Transfer`: those that apply, evaluated
-    over the names. One rank sends nothing."""
-    found, names = [], {"n": ranks, "lcm": math.lcm, **names}
-    for call, count, size, *where in _TRAFFIC[section] if ranks > 1 else ():
-        if (not where or evaluate(where[0], names)) and (calls := evaluate(count, names)):
-            size = evaluate(size, names)
-            found.append(Transfer(axis, *call.split(), calls, size, ranks, hideable))
+def transfers(section, axis, n, hideable=False, **names):
+    """Rows of a section of the traffic table, as a list of `Transfer`: those that apply, with the
+    letters given. One rank sends nothing."""
+    found, names = [], {"n": n, **names}
+    for row in TRAFFIC[section] if n > 1 else ():
+        calls = product(row.get("calls", [1]), names)
+        if applies(row, names) and calls:
+            size, over = product(row["of"], names), names.get(row.get("over"), 1)
+            size = size // over if isinstance(size, int) and size % over == 0 else size / over
+            found.append(Transfer(axis, row["phase"], row["call"], calls, size, n, hideable))
     return found
 
 
 def tp_layer_traffic(
     tokens, hidden, tp, itemsize=2, sp=False, regather=True, recompute="none", pairs=2, last=True
 ):
-    """Tensor parallelism, one layer, one micro-batch: attention and MLP each have an f/g pair.
+    """Tensor parallelism, one layer, one micro-batch: attention and MLP are each a pair of a column
+    and a row product.
 
     Without sp: 2 all-reduces forward, 2 backward. With sp each becomes an all-gather and a
     reduce-scatter, the same bytes, and `regather` fetches the two inputs again for backward.
     Full recompute repeats forward except its last collective: nothing after it is needed. Routed
     experts stand outside the pairs: a layer of them has one, which is not the layer's last.
     """
-    names = dict(T=tokens, h=hidden, e=itemsize, sp=sp, regather=regather, recompute=recompute)
-    return transfers("layer over tp", "tp", tp, **names, pairs=pairs, last=last)
+    names = dict(tokens=tokens, D=hidden, bytes=itemsize, sp=sp, regather=regather)
+    names |= dict(recompute=recompute, pairs=pairs, repeated=pairs - last)
+    return transfers("layer over tp", "tp", tp, **names)
 
 
 def ep_traffic(
@@ -1194,7 +1380,7 @@ def ep_traffic(
     tokens * top_k * (ep-1)/ep. experts: before rows, their numbers are told, 8 bytes an expert.
     """
     rows = tokens * top_k if remote_rows is None else remote_rows * ep / max(1, ep - 1)
-    names = dict(R=rows, h=hidden, e=itemsize, E=experts, recompute=recompute)
+    names = dict(R=rows, D=hidden, bytes=itemsize, E=experts, recompute=recompute)
     return transfers("experts", "ep", ep, **names)
 
 
@@ -1211,19 +1397,20 @@ def cp_traffic(
     a selective one starts inside ulysses, whose tensors are dealt out by then.
     """
     nearest(variant, ("ring", "all-gather", "ulysses"), "context-parallel variant")
-    names = dict(b=batch, S=seq, A=heads, K=kv_heads, d=head_dim, e=itemsize, g=grad_itemsize)
+    names = dict(b=batch, S=seq, K=kv_heads, d=head_dim, bytes=itemsize, grad_bytes=grad_itemsize)
+    names |= dict(dealt_heads=heads + math.lcm(kv_heads, cp), hops=cp - 1)
     names |= dict(regather=regather, recompute=recompute)
     return transfers(variant, "cp", cp, variant == "ring", **names)
 
 
-def pp_sends(schedule, p, v=1):
+def pp_sends(schedule, n, c=1):
     """(forward, backward) sends of one micro-batch by each pipeline rank, a list. DualPipe feeds
     half of the micro-batches from each end."""
-    ranks = rank_stages(schedule, p, v)
-    routes = [sorted((stage, rank) for rank in range(p) for stage in ranks[rank])]
+    ranks = rank_stages(schedule, n, c)
+    routes = [sorted((stage, rank) for rank in range(n) for stage in ranks[rank])]
     if schedule == "dualpipe":
-        routes = [sorted((ranks[rank][way], rank) for rank in range(p)) for way in (0, 1)]
-    sends = [[0, 0] for _ in range(p)]
+        routes = [sorted((ranks[rank][way], rank) for rank in range(n)) for way in (0, 1)]
+    sends = [[0, 0] for _ in range(n)]
     for route in routes:
         for (_, here), (_, there) in itertools.pairwise(route):
             sends[here][0] += (here != there) / len(routes)
@@ -1235,11 +1422,11 @@ def pp_traffic(tokens, hidden, p, m, schedule="1f1b", v=1, itemsize=2, share=1, 
     """Pipeline, one step of one rank: each crossing sends an activation forward, and its gradient
     back. share > 1: each of so many tp ranks sends its part (sequence parallel)."""
     ahead, back = pp_sends(schedule, p, v)[rank]
-    names = dict(T=tokens, h=hidden, e=itemsize, m=m, share=share, ahead=ahead, back=back)
+    names = dict(tokens=tokens, D=hidden, bytes=itemsize, m=m, share=share, ahead=ahead, back=back)
     return transfers("boundary of stages", "pp", p, **names)
 
 
-def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
+def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1, no_sync=False):
     """Data parallelism, one step: gradients of `params` parameters, and what ZeRO adds.
 
     Stage 0 all-reduces; 1 reduce-scatters and gathers the new weights, the same bytes; 2 has to
@@ -1247,7 +1434,8 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1):
     micro-batch: 3/2 of stage 0. replicas > 1 (hybrid): each sum is all-reduced among them too.
     """
     weight, grad = (RECIPES[recipe][part] for part in ("weights", "gradients"))
-    names = dict(P=params, w=weight, g=grad, z=stage, m=m)
+    names = dict(P=params, weight_bytes=weight, grad_bytes=grad, stage=stage, m=m)
+    names["reductions"] = 1 if stage < 2 or no_sync else m
     calls = transfers("zero", "dp", ranks, True, **names)
     names["P"] /= ranks
     return calls + transfers("replicas of a shard", "dp", replicas, True, **names)
@@ -1280,35 +1468,43 @@ def _twins_traffic(model, lo, layers, parts):
     return [Transfer("pp", "step", "all_reduce", 1, size, 2)] if size else []
 
 
+def _layer_traffic(model, lo, names, layer):
+    """Everything that a rank sends for one layer of one micro-batch, a list of `Transfer`."""
+    tokens, D, size = names["b"] * names["s"], names["D"], lo.itemsize
+    how = dict(regather=lo.gather == "again", recompute=lo.recompute)
+    moe = model.is_moe(layer)
+    pairs = 1 if moe and not model.shared_ffn else 2
+    out = tp_layer_traffic(tokens, D, lo.tp, size, lo.sp, pairs=pairs, last=not moe, **how)
+    sizes = lo.seq, names["h"], names["kv"], model.qk_dim, lo.cp, size, lo.batch
+    out += cp_traffic(lo.cp_variant, *sizes, **how)
+    if moe:
+        rows = tokens // names["sp"] * lo.etp
+        out += tp_layer_traffic(rows, D, lo.etp, size, True, pairs=1, last=False, **how)
+        sizes = rows, model.top_k, D, lo.ep, size
+        out += ep_traffic(*sizes, recompute=lo.recompute, experts=model.experts)
+    return out
+
+
 def traffic(model, layout, rank=0):
     """Everything that a rank of pipeline rank `rank` sends in a step: a list of `Transfer`. Latent
-    attention is counted with the f/g pair of ordinary attention."""
+    attention is counted with the pair of products of ordinary attention."""
     lo, layers, names = layout, placed_layers(model, layout)[rank], symbols(model, layout)
-    T, u, h, e = (names[letter] for letter in "Tuhe")
-    how = dict(regather=lo.gather == "again", recompute=lo.recompute)
-    end = partial(transfers, axis="tp", ranks=lo.tp, T=T, h=h, e=e, sp=lo.sp, **how)
+    tokens, D = names["b"] * names["s"], names["D"]
+    shape = dict(tokens=tokens, D=D, bytes=lo.itemsize, sp=lo.sp, regather=lo.gather == "again")
+    end = partial(transfers, axis="tp", n=lo.tp, **shape)
     out = end("embedding over tp") * (-1 in layers)
     out += end("head and loss over tp") * (model.layers in layers)
     for layer in (x for x in layers if 0 <= x < model.layers):
-        moe = model.is_moe(layer)
-        pairs = 1 if moe and not model.shared_ffn else 2
-        out += tp_layer_traffic(T, h, lo.tp, e, lo.sp, pairs=pairs, last=not moe, **how)
-        sizes = lo.seq, names["a"], names["k"], model.qk_dim, lo.cp, e, lo.batch
-        out += cp_traffic(lo.cp_variant, *sizes, **how)
-        if moe:
-            rows = T // u * lo.etp
-            out += tp_layer_traffic(rows, h, lo.etp, e, True, pairs=1, last=False, **how)
-            sizes = rows, model.top_k, h, lo.ep, e
-            out += ep_traffic(*sizes, recompute=lo.recompute, experts=model.experts)
+        out += _layer_traffic(model, lo, names, layer)
     out = [replace(x, count=x.count * lo.m) for x in out] + _copies_traffic(model, lo, layers)
-    out += pp_traffic(T, h, lo.pp, lo.m, lo.schedule, lo.v, e, u, rank)
+    out += pp_traffic(tokens, D, lo.pp, lo.m, lo.schedule, lo.v, lo.itemsize, names["sp"], rank)
     parts = local_parameters(model, lo, layers)
     out += _twins_traffic(model, lo, layers, parts)
     for group in "dense", "expert":
         everyone = lo.expert_replicas if group == "expert" else lo.dp * lo.cp
-        ranks = lo.shards(group) if lo.zero else everyone
-        sizes = group_size(parts, group), ranks, lo.zero, lo.recipe, everyone // ranks, lo.m
-        out += zero_traffic(*sizes) if sizes[0] else []
+        n, params = lo.shards(group) if lo.zero else everyone, group_size(parts, group)
+        sizes = params, n, lo.zero, lo.recipe, everyone // n, lo.m, lo.no_sync
+        out += zero_traffic(*sizes) if params else []
     counts = Counter()
     for x in out:
         counts[replace(x, count=0)] += x.count
@@ -1338,69 +1534,10 @@ class Topology:
 
     def seconds(self, layout, transfer):
         """Bytes over the slowest link the group uses, and a latency for every step of the ring."""
-        n = transfer.ranks - 1
-        steps = transfer.count * {"all_reduce": 2 * n, "send": 1}.get(transfer.collective, n)
+        hops = transfer.ranks - 1
+        steps = transfer.count * {"all_reduce": 2 * hops, "send": 1}.get(transfer.collective, hops)
         bandwidth = self.outer if self.leaves_node(layout, transfer.axis) else self.inner
         return transfer.sent / bandwidth + steps * self.latency
-
-
-# ── bubbles ──────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Idle time of a schedule, in the unit of the costs.
-
-    Two definitions: idle, of the makespan (first start to last end over all ranks), and span_idle,
-    of the longest that any one rank is between its own first start and last end: the zero-bubble
-    paper's, and what a step costs if ranks may enter the next one at different times. Two
-    normalisations: ratio r, idle over ideal time; fraction r / (1 + r), idle over all time. None
-    where no closed form is known; `exact` is False for an estimate or a bound.
-    """
-
-    schedule: str
-    ideal: float
-    idle: float | None
-    span_idle: float | None
-    exact: bool = True
-    note: str = ""
-
-    def _over(self, idle, base):
-        return None if idle is None else idle / (self.ideal + base * idle)
-
-    ratio = property(lambda self: self._over(self.idle, 0))
-    fraction = property(lambda self: self._over(self.idle, 1))
-    span_ratio = property(lambda self: self._over(self.span_idle, 0))
-    span_fraction = property(lambda self: self._over(self.span_idle, 1))
-    makespan = property(lambda self: None if self.idle is None else self.ideal + self.idle)
-    span = property(lambda self: None if self.span_idle is None else self.ideal + self.span_idle)
-
-
-def bubble(schedule, p, m, v=1, costs=(1, 1, 1, 0), limit=None):
-    """`Bubble` of a schedule by its line of SCHEDULE_FORMS. costs: (F, I, W, comm), for all layers
-    of a rank and one hop. limit: micro-batches that zb-auto may hold, by default 2p - 1."""
-    p, m, v = int(p), int(m), int(v)
-    check_schedule(schedule, p, m, v)
-    if len(costs) != 4 or min(costs) < 0 or not all(costs[:3]):
-        raise ValueError(f"--costs {costs}: needed are F, I, W above 0 and a hop of 0 or more")
-    F, I, W, c = costs
-    names = _schedule_letters(p, m, v, limit) | dict(n=m - 2 * p + 1, min=min, max=max)
-    names |= dict(F=F, I=I, W=W, c=c, B=F + I + W, X=min(F, I + W), Z=F + I - 2 * W + 2 * c)
-    idle, span, where, _ = _FORMS[schedule]
-    made = lambda idle, span, *how: Bubble(schedule, m * (F + I + W), idle, span, *how)
-    if p == 1:
-        return made(0, 0)
-    if not evaluate(where, names):
-        return made(None, None, False, f"no closed form: simulate it. One holds where {where}")
-    first, second = (evaluate(x, names) if x else None for x in (idle, span or idle))
-    if schedule == "zb-auto":
-        held = f"a lower bound, if {names['k']} micro-batches may be held"
-        return made(first, second, False, held)
-    exact = F == I == W or not schedule.startswith("dualpipe")
-    return made(first, second, exact, "" if exact else "an estimate: exact where F = I = W")
-
-
-# ── what is slow about a layout that is legal ────────────────────────────────────────────────
 
 
 def complaints(model, layout, net=Topology()):
@@ -1417,9 +1554,9 @@ def complaints(model, layout, net=Topology()):
     if lo.tp > model.kv_heads and not model.mla:
         copies = lo.tp // model.kv_heads
         said.append(f"--tp {lo.tp}: {copies} ranks hold each of {model.kv_heads} key/value heads")
-    idle = bubble(lo.schedule, lo.pp, lo.m, lo.v).span_fraction or 0
+    idle = bubble(lo.schedule, lo.pp, lo.m, lo.v, limit=lo.limit).span_fraction or 0
     if idle > 0.15:
-        then = bubble(lo.schedule, lo.pp, 8 * lo.pp, lo.v).span_fraction
+        then = bubble(lo.schedule, lo.pp, 8 * lo.pp, lo.v, limit=lo.limit).span_fraction
         now = f"--m {lo.m}: {lo.schedule} on {lo.pp} ranks idles {idle:.0%} of a step"
         said.append(f"{now}, {then:.0%} with --m {8 * lo.pp}")
     depths = [sum(0 <= x < model.layers for x in owned) for owned in placed_layers(model, lo)]
@@ -1430,33 +1567,26 @@ def complaints(model, layout, net=Topology()):
     now, then = (sent(x for x in calls if x.axis == "dp") / GiB for calls in (moved, once))
     if now > 2 * then > 0:
         said.append(f"--zero {lo.zero} sends {now:,.0f} GiB over dp a step, --zero 1 {then:,.0f}")
+    if any(model.windows) and lo.cp > 1:
+        said.append(f"--cp {lo.cp} sends all keys and values, also those that no window reaches")
     return said
 
 
-# ── compute, time and cost ───────────────────────────────────────────────────────────────────
+# ── compute, failures and offload ────────────────────────────────────────────────────────────
 
-# Dense peaks in TFLOP/s, and HBM in TB/s, from the vendors' data sheets. A sheet's headline is
-# often the sparse figure, twice the dense one.
-PEAKS = {
-    "v100": dict(fp16=125, hbm=0.9),
-    "a100": dict(bf16=312, tf32=156, hbm=2.039),
-    "h100": dict(bf16=989.5, fp8=1979, tf32=494.7, hbm=3.35),
-    "h100-pcie": dict(bf16=756, fp8=1513, hbm=2.0),
-    "h100-nvl": dict(bf16=835, fp8=1671, hbm=3.9),
-    "h200": dict(bf16=989.5, fp8=1979, hbm=4.8),
-    "b200": dict(bf16=2250, fp8=4500, hbm=8.0),
-    "mi300x": dict(bf16=1307, fp8=2615, hbm=5.3),
-}
+PEAKS = data("gpus")
+NO_RATES = "hbm", "size", "words", "source"
 
 
 def data_sheet(gpu):
-    """(precision -> dense FLOP/s, HBM bytes/s) of a GPU, by its key or by the name its driver gives
-    it ("NVIDIA H100 PCIe"). ValueError if no such GPU is known."""
+    """The data sheet of a GPU, (precision -> dense FLOP/s, HBM bytes/s), by its key or by the name
+    that its driver gives it ("NVIDIA H100 PCIe"). ValueError if no such GPU is known."""
     words = set(gpu.lower().replace("-", " ").split())
-    known = [key for key in PEAKS if words.issuperset(key.split("-")) and "mig" not in words]
-    row = PEAKS[max(known, key=len) if known else nearest(gpu, PEAKS, "GPU")]
-    peaks = {name: tera * 1e12 for name, tera in row.items()}
-    return peaks, peaks.pop("hbm")
+    known = [key for key, row in PEAKS.items() if words >= {*row["words"]} and "mig" not in words]
+    closest = lambda key: len(PEAKS[key]["words"])
+    row = PEAKS[max(known, key=closest) if known else nearest(gpu, PEAKS, "GPU")]
+    rates = {name: tera * 1e12 for name, tera in row.items() if name not in NO_RATES}
+    return rates, row["hbm"] * 1e12
 
 
 def peak_flops(gpu, precision="bf16", sparse=False):
@@ -1464,13 +1594,6 @@ def peak_flops(gpu, precision="bf16", sparse=False):
     dense. ValueError if the GPU has no such precision."""
     peaks, _ = data_sheet(gpu)
     return peaks[nearest(precision, peaks, f"precision of {gpu}")] * (2 if sparse else 1)
-
-
-def attention_flops(layers, heads, head_dim, seq, causal=False, v_dim=None):
-    """FLOPs of scores and of their sum over V, a token, forward and backward: 12 L a d s; half if
-    causal. Source: PaLM (Chowdhery et al. 2022), appendix B."""
-    both = head_dim + (head_dim if v_dim is None else v_dim)
-    return 6 * layers * heads * both * seq / (2 if causal else 1)
 
 
 CONVENTIONS = {
@@ -1481,80 +1604,24 @@ CONVENTIONS = {
 }
 
 
+def model_attention_flops(model, seq, causal=False):
+    """`attention_flops` of all layers, each with its window."""
+    windows = Counter(model.windows or [0] * model.layers)
+    sizes = model.heads, model.qk_dim, seq, causal, model.v_dim
+    each = lambda window: (window, model.chunked and window > 0)
+    return sum(attention_flops(count, *sizes, *each(window)) for window, count in windows.items())
+
+
 def flops_per_token(model, seq, convention="6N"):
     """Training FLOPs of one token, forward and backward, under a convention of `CONVENTIONS`."""
     nearest(convention, CONVENTIONS, "convention")
     active = count_active(model)
-    attention = attention_flops(
-        model.layers, model.heads, model.qk_dim, seq, convention == "causal", model.v_dim
-    )
-    if convention in ("full", "causal") and not model.tied:  # a tied table multiplies as the head
-        active -= model.vocab * model.hidden
+    attention = model_attention_flops(model, seq, convention == "causal")
     if convention in ("full", "causal"):
+        active -= model.vocab * model.hidden * (not model.tied)  # a tied table multiplies: the head
         active -= model.positions * model.hidden
     return 6 * active + (0 if convention == "6N" else attention)
 
-
-def training_flops(params, tokens):
-    """FLOPs: 6 x parameters x tokens (Kaplan et al. 2020)."""
-    return 6 * params * tokens
-
-
-def gpu_hours(flops, flops_per_second):
-    """GPU-hours of `flops` at an achieved rate per GPU."""
-    return flops / flops_per_second / 3600
-
-
-def training_days(flops, gpus, flops_per_second):
-    """Days of `flops` on `gpus` GPUs at an achieved rate per GPU."""
-    return flops / (gpus * flops_per_second) / 86400
-
-
-def mfu_of(flops, seconds, gpus, peak):
-    """Model FLOPs of all ranks over what all GPUs could do, a share (PaLM, appendix B); above 1 is
-    impossible: ValueError."""
-    share = flops / (seconds * gpus * peak)
-    if share > 1 + 1e-9:
-        raise ValueError(
-            f"MFU {share:.0%}: impossible. {gpus} GPUs of {peak:.4g} FLOP/s cannot do {flops:.4g} "
-            f"FLOPs in {seconds:.4g} s; look for a wrong peak, count or time"
-        )
-    return share
-
-
-def hfu(mfu, recompute="none"):
-    """Hardware utilisation: a full recompute repeats forward, 8 FLOPs for every 6."""
-    return mfu * (4 / 3 if recompute == "full" else 1)
-
-
-def mbu(bytes_moved, seconds, bandwidth):
-    """Bytes that one GPU's HBM moved over what it could; above 1 is impossible: ValueError."""
-    share = bytes_moved / (seconds * bandwidth)
-    if share > 1:
-        raise ValueError(
-            f"MBU {share:.0%}: impossible. {bandwidth:.4g} B/s do not move {bytes_moved:.4g} B in "
-            f"{seconds:.4g} s; look for bytes of all GPUs, or of more than one step"
-        )
-    return share
-
-
-def chinchilla_tokens(params, ratio=20):
-    """About 20 tokens per parameter (Hoffmann et al. 2022)."""
-    return params * ratio
-
-
-def effective_batch(layout):
-    """Tokens of one step: micro-batch x sequence x micro-batches x data-parallel ranks."""
-    return layout.batch * layout.seq * layout.m * layout.dp
-
-
-def lr_scale(batch_ratio, rule="sqrt"):
-    """Factor of the learning rate when the batch grows: sqrt (Adam; Malladi et al. 2022) or linear
-    (SGD; Goyal et al. 2017)."""
-    return {"sqrt": math.sqrt(batch_ratio), "linear": batch_ratio}[rule]
-
-
-# ── failures and offload ─────────────────────────────────────────────────────────────────────
 
 # Llama 3 report, section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 GPUs.
 HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
@@ -1573,7 +1640,8 @@ def young_interval(save, mtbf):
 
 
 def daly_interval(save, mtbf):
-    """The same to higher order, where saves are not short beside the MTBF (Daly 2006, eq. 37)."""
+    """`young_interval` to higher order, where saves are not short beside the MTBF (Daly 2006, eq.
+    37)."""
     if save >= 2 * mtbf:
         return mtbf
     x = math.sqrt(save / (2 * mtbf))
@@ -1581,15 +1649,17 @@ def daly_interval(save, mtbf):
 
 
 def lost_share(interval, save, mtbf, restart=0.0):
-    """Share of time lost to saving, to work done twice, and to restarts (first order)."""
-    return save / interval + (interval / 2 + restart) / mtbf
+    """Share of time lost to saving, to work done twice, and to restarts: to first order, and never
+    more than all of it."""
+    return min(1.0, save / interval + (interval / 2 + restart) / mtbf)
 
 
 def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
-    """{direction: bytes} that one rank moves per step when its optimizer state lives elsewhere.
+    """Bytes that one rank moves per step for an optimizer that lives elsewhere, by direction.
 
     cpu (ZeRO-Offload): gradients out, new weights in, the step runs on the CPU. nvme
-    (ZeRO-Infinity): besides, master and moments are read and written back.
+    (ZeRO-Infinity): besides, master and moments are read and written back. Chapter 02's own offload
+    is another system: it brings the state to the device and steps there.
     """
     items = state_items(int(params), int(ranks), 3, recipe)
     optimizer = sum(n for name, n in items.items() if name == "fp32 master" or "moment" in name)
@@ -1599,9 +1669,34 @@ def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
     return moved
 
 
-# ── the guide's claims ───────────────────────────────────────────────────────────────────────
+# ── the guide's claims: the one place where a formula is text, since it is shown beside its value ─
 
-_IN_CLAIMS = (
+_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name)
+_ALLOWED += (ast.Constant, ast.Attribute, ast.Load, ast.operator, ast.unaryop, ast.cmpop)
+_ALLOWED += (ast.Tuple, ast.keyword)
+
+
+def evaluate(formula, names):
+    """The value of an arithmetic expression over names (numbers, or functions it may call)."""
+    tree = ast.parse(formula, mode="eval")
+    for node in ast.walk(tree):
+        named = node.attr if isinstance(node, ast.Attribute) else ""
+        if not isinstance(node, _ALLOWED) or named.startswith("_"):
+            raise ValueError(f"{formula!r}: {type(node).__name__} has no place in a formula")
+    return eval(compile(tree, formula, "eval"), {"__builtins__": {}}, names)
+
+
+def substituted(formula, names):
+    """A formula with its numbers put in."""
+    tree = ast.parse(formula, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(names.get(node.id), (int, float)):
+            value, short = names[node.id], f"{names[node.id]:g}"
+            node.id = short if float(short) == value and type(value) is float else str(value)
+    return ast.unparse(tree)
+
+
+IN_CLAIMS = (
     zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, bubble, chinchilla_tokens,
     training_flops, gpu_hours, training_days, mfu_of, lr_scale, hours_between_failures,
 )  # fmt: skip
@@ -1614,15 +1709,16 @@ def guide_claims(section=None):
     ends of a range), verdict, why, source. Its formula is evaluated over its inputs and the
     functions of this module. Raises ValueError if the data file or the section is missing.
     """
-    if not GUIDE.exists():
-        raise ValueError(f"the claims are in {GUIDE.name}, and it does not lie beside this module")
-    claims = json.loads(GUIDE.read_text())
+    file = FOLDER / "guide.json"
+    if not file.exists():
+        raise ValueError(f"the claims are in {FOLDER.name}/{file.name}, and it does not lie there")
+    claims = json.loads(file.read_text())
     if section:
         names = {claim["section"] for claim in claims}
         chosen = {name for name in names if section.lower() in name.lower()}
         chosen = chosen or {nearest(section, names, "section of the guide")}
         claims = [claim for claim in claims if claim["section"] in chosen]
-    known = {f.__name__: f for f in _IN_CLAIMS} | {"math": math}
+    known = {f.__name__: f for f in IN_CLAIMS} | {"math": math}
     for claim in claims:
         claim["recomputed"] = float(evaluate(claim["formula"], known | claim["inputs"]))
     return sorted(claims, key=lambda claim: claim["lines"])
@@ -1646,108 +1742,8 @@ def quantity(value, unit=""):
     return f"{value:,.0f} {unit}" if 1e4 <= value < 1e15 else f"{value:.4g} {unit}"
 
 
-# ── pictures ─────────────────────────────────────────────────────────────────────────────────
-
-_COLOURS = "#0072B2 #E69F00 #000000 #56B4E9 #D55E00 #999999 #009E73 #CC79A7".split()
-_HATCHES = ["", "//", "", "..", "xx", "", "\\\\", "++"]
-
-
-def _lines(ax, curves, ticks=()):
-    """{label: (x, y)} as lines that differ in dash and marker too; with ticks {x: word}, to
-    logarithmic scales."""
-    for i, (label, (x, y)) in enumerate(curves.items()):
-        style = dict(color=_COLOURS[i % 8], linestyle=("-", "--", ":", "-.")[i % 4], markersize=4)
-        ax.plot(x, y, marker="os^vDPX*"[i % 8], label=label, **style)
-    if ticks:
-        ax.set(xscale="log", yscale="log")
-        ax.set_xticks([*ticks], ticks.values())
-        ax.yaxis.set_major_formatter("{x:,g}")
-
-
-def plot_bubbles(ax, model, layout):
-    """Idle share of a rank's span against m/p, every schedule; equal ones share a line."""
-    p, steps, curves = layout.pp + layout.pp % 2 if layout.pp > 1 else 8, (1, 2, 3, 4, 6, 8), {}
-    for schedule in SCHEDULES:
-        v = 2 if schedule in _CHUNKED else 1
-        points = {}
-        for n in steps if not schedule.startswith("dualpipe") else steps[1:]:
-            share = bubble(schedule, p, n * p, v).span_fraction
-            if share is not None:
-                points[n] = round(100 * share, 6)
-        label = schedule + f" v={v}" * (v > 1) + " (a bound)" * (schedule == "zb-auto")
-        curves.setdefault(tuple(points.items()), []).append(label)
-    named = {", ".join(names): tuple(zip(*points)) for points, names in curves.items()}
-    _lines(ax, dict(sorted(named.items(), key=lambda curve: -curve[1][1][-1])))
-    ax.set(xlabel="micro-batches per pipeline rank, m / p", ylabel="idle, % of a rank's span")
-    ax.set(title=f"Bubble on {p} ranks, F = I = W, no communication time", xticks=steps)
-    ax.set_ylim(bottom=-1)
-
-
-def plot_memory(ax, model, layout):
-    """Bytes of each pipeline rank at its peak, stacked, with the range of overhead above."""
-    stages, style = estimate(model, layout), dict(edgecolor="white", width=0.8)
-    floor, ranks = [0.0] * len(stages), range(len(stages))
-    for part, colour, hatch in zip(grouped(stages[0]), _COLOURS, _HATCHES):
-        sizes = [grouped(stage)[part] / GiB for stage in stages]
-        ax.bar(ranks, sizes, bottom=floor, label=part, color=colour, hatch=hatch, **style)
-        floor = [low + more for low, more in zip(floor, sizes)]
-    low, high = ([stage.overhead[i] / GiB for stage in stages] for i in (0, 1))
-    middle = [top + (a + b) / 2 for top, a, b in zip(floor, low, high)]
-    spread = [(b - a) / 2 for a, b in zip(low, high)]
-    style = dict(fmt="none", ecolor="black", capsize=3, label="total with overhead, a range")
-    ax.errorbar(ranks, middle, spread, **style)
-    ax.set_xticks(ranks[:: 1 + len(ranks) // 20])
-    ax.set(xlabel="pipeline rank", ylabel="GiB at the peak", title=f"{model.name}, rank by rank")
-
-
-def plot_zero(ax, model, layout):
-    """State bytes per rank against data-parallel ranks, for the four stages of ZeRO."""
-    ranks, n = [2**i for i in range(0, 11)], count_parameters(model)
-    sizes = lambda stage: [zero_bytes(n, r, stage, layout.recipe) / GiB for r in ranks]
-    curves = {f"ZeRO-{stage}" if stage else "DDP": (ranks, sizes(stage)) for stage in range(4)}
-    _lines(ax, curves, dict(zip(ranks, ranks)))
-    ax.set(xlabel="data-parallel ranks", ylabel="GiB of state per rank")
-    ax.set(title=f"{model.name}, {layout.recipe}: weights, gradients and optimizer")
-
-
-def plot_activations(ax, model, layout):
-    """Activations of all layers for one sequence, against its length, by recompute and kernel."""
-    lengths, curves = [2**i * 1024 for i in range(1, 8)], {}
-    for attention, recompute in (
-        ("unfused", "none"), ("unfused", "selective"), ("flash", "none"), ("flash", "full"),
-    ):  # fmt: skip
-        change = dict(attention=attention, recompute=recompute, batch=1)
-        layouts = [replace(layout, seq=length, **change) for length in lengths]
-        kept = lambda lo: sum(total(kept_activations(model, lo, x)) for x in range(model.layers))
-        name = f"{attention} attention, recompute {recompute}"
-        curves[name] = lengths, [kept(x) / GiB for x in layouts]
-    _lines(ax, curves, {length: f"{length // 1024}K" for length in lengths})
-    ax.set(xlabel="tokens in the sequence", ylabel="GiB, all layers")
-    ax.set(title=f"{model.name}: kept for backward, one sequence on tp {layout.tp}")
-
-
-def plot_traffic(ax, model, layout):
-    """Bytes that a rank of the busiest stage sends in a step, by axis and phase."""
-    found, sums = traffic(model, layout, busiest(model, layout)), Counter()
-    for x in found:
-        sums[f"{x.axis} {x.phase}", Topology().leaves_node(layout, x.axis)] += x.sent / GiB
-    if not sums:
-        raise ValueError("one rank sends nothing: split the job, as with --tp 8 --dp 8")
-    rows = list(reversed(sums.items()))
-    for far, colour, hatch in (False, _COLOURS[0], ""), (True, _COLOURS[1], "//"):
-        sizes = [size if leaves == far else 0 for (_, leaves), size in rows]
-        style = dict(color=colour, hatch=hatch, edgecolor="white")
-        ax.barh(range(len(rows)), sizes, label=["inside a node", "between nodes"][far], **style)
-    for y, (_, size) in enumerate(rows):
-        ax.text(size, y, f" {size:.3g}", va="center", fontsize=8)
-    ax.set_yticks(range(len(rows)), [name for (name, _), _ in rows])
-    ax.set(xscale="log", xlabel="GiB that leave one rank in a step (log scale)")
-    ax.xaxis.set_major_formatter("{x:,g}")
-    ax.set(title=f"{model.name}: {layout.m} micro-batches of {layout.batch} x {layout.seq}")
-
-
 # ── the command line: a command is a function; its parameters, annotated with help, are flags ─
-# It returns rows, a table, and notes, lines; a key that starts with _ is for --json alone.
+# A command returns rows (a table) and notes (lines). A key that starts with _ is for --json alone.
 
 
 def shown(value):
@@ -1783,7 +1779,7 @@ def run_params(model, explain: Annotated[bool, "list every tensor"] = False):
         rows = [{"kind": w.name, "parameters": w.numel, "shape": shape(w)} for w in weights(model)]
     counts = {"all": count_parameters(model), "active per token": count_active(model)}
     rows += [{"kind": kind, "parameters": n, "shape": ""} for kind, n in counts.items()]
-    return rows, [model.name]
+    return rows, [model.name, *model.notes]
 
 
 def run_estimate(
@@ -1791,6 +1787,7 @@ def run_estimate(
     layout,
     hbm: Annotated[float, "GiB of a GPU; an 80 GB H100 shows 79.6"] = 80.0,
     explain: Annotated[bool, "print each formula with its numbers put in"] = False,
+    rank: Annotated[int, "pipeline rank that --explain shows; -1: the heaviest"] = -1,
     versus: Annotated[str, 'a second layout, as what differs from the first: "--tp 4 --sp"'] = "",
 ):
     """Memory of a rank of every stage, whether it fits, and what to change."""
@@ -1798,6 +1795,8 @@ def run_estimate(
     both = {"first": layout, "second": parsed_layout(versus, layout)} if versus else {"": layout}
     for which, lo in both.items():
         stages = estimate(model, lo)
+        if not -1 <= rank < lo.pp:
+            raise ValueError(f"--rank {rank}: use a pipeline rank from 0 to {lo.pp - 1}")
         top = heaviest(stages)
         for s in [top] if versus else stages:
             row = {"layout": which} if versus else {}
@@ -1807,36 +1806,45 @@ def run_estimate(
             row |= {"peak GiB": s.peak / GiB, "at": s.moment, "verdict": s.verdict(hbm * GiB)}
             moments = {name: [asdict(x) for x in items] for name, items in s.moments.items()}
             rows.append(row | {"_bytes": s.peak, "_overhead": s.overhead, "_moments": moments})
-        low, high = ((top.peak + more) / GiB for more in top.overhead)
-        notes += ["", described(model, lo)]
-        notes += [f"heaviest is rank {top.rank}: {top.peak / GiB:,.2f} GiB exact"]
-        notes += [f"with overhead, an estimate: {low:,.1f} to {high:,.1f} of {hbm:g} GiB"]
+        notes += ["", described(model, lo), *model.notes]
+        notes += [f"heaviest is rank {top.rank}: {top.peak / GiB:,.2f} GiB allocated by tensors"]
+        span = lambda more: " to ".join(f"{(top.peak + x) / GiB:,.1f}" for x in more)
+        notes += [f"reserved by the allocator, an estimate: {span(top.reserve)} GiB"]
+        notes += [f"seen by the driver, an estimate: {span(top.overhead)} of {hbm:g} GiB"]
         notes += [f"slow: {sentence}" for sentence in complaints(model, lo)]
-        notes += explained(model, lo, top) if explain else []
-        if top.verdict(hbm * GiB) != "fits":
-            notes.append("what one change does, the strongest first:")
-            says = lambda verdict, to: f"{verdict} on {to.world} GPUs"
-            line = lambda flags, peak, *end: f"  {flags:40}{peak / GiB:9,.2f} GiB  {says(*end)}"
-            single = remedies(model, lo, hbm * GiB)[:6]
-            notes += [line(*row) for row in single]
-            together = way_out(model, lo, hbm * GiB)
-            if single and together[0] != single[0][0]:
-                notes += ["and together:", line(*together)]
+        notes += explained(model, lo, top if rank < 0 else stages[rank]) if explain else []
+        notes += _changes(model, lo, hbm * GiB) if top.verdict(hbm * GiB) != "fits" else []
     return rows, notes
 
 
+def _changes(model, layout, hbm):
+    """Lines on what one change does, and on what several do together."""
+    says = lambda verdict, to: f"{verdict} on {to.world} GPUs"
+    line = lambda flags, peak, *end: f"  {flags:40}{peak / GiB:9,.2f} GiB  {says(*end)}"
+    single = remedies(model, layout, hbm)[:6]
+    lines = ["what one change does, the strongest first:", *(line(*row) for row in single)]
+    together = way_out(model, layout, hbm)
+    more = single and together[0] != single[0][0]
+    return lines + ["and together:", line(*together)] * bool(more)
+
+
 def explained(model, layout, stage):
-    """Every line of a rank's budget with its formula; then the tensors that a layer of it keeps."""
-    notes = [f"rank {stage.rank} at the {stage.moment}, bytes:"]
-    line = lambda name, size, formula: f"  {name:44}{size:>16,}  = {formula}"
-    for item in stage.moments[stage.moment]:
-        notes.append(line(item.name, item.bytes, item.formula))
+    """Every line of a rank's budget with its formula, headed by its total; then the tensors that a
+    layer of it keeps, and what the letters of the formulas mean."""
+    line = lambda name, size, formula: f"  {name:44}{size:>19,}  = {formula}"
+    notes = [f"rank {stage.rank} at the {stage.moment}: {stage.bytes_at(stage.moment):,} bytes"]
+    items = stage.moments[stage.moment]
+    notes += [line(item.name, item.bytes, item.formula) for item in items]
+    letters = dict.fromkeys(x for item in items for x in item.letters)
     for layer in one_of_each(model, stage.layers):
-        notes.append(f"layer {layer} keeps for backward, per micro-batch:")
-        for s in kept_activations(model, layout, layer):
-            put_in = substituted(s.formula, symbols(model, layout))
-            notes.append(line(s.name, s.bytes, f"{s.formula} = {put_in}"))
-    return notes
+        kept = kept_activations(model, layout, layer)
+        notes += [f"layer {layer} keeps for backward, per micro-batch: {total(kept):,} bytes"]
+        notes += [line(s.name, s.bytes, s.formula) for s in kept]
+        letters |= dict.fromkeys(x for item in kept for x in item.letters)
+    names = symbols(model, layout)
+    return notes + ["where"] * bool(letters) + [
+        f"  {letter} = {names[letter]:,}: {LEGEND[letter]}" for letter in letters
+    ]
 
 
 def run_traffic(
@@ -1870,9 +1878,12 @@ def run_bubble(
     m: Annotated[int, "micro-batches"] = 32,
     v: Annotated[int, "chunks per rank"] = 1,
     costs: Annotated[tuple[float, ...], "F,I,W,comm"] = (1, 1, 1, 0),
+    limit: Annotated[int, "micro-batches that zb-auto may hold; 0: 2 p - 1"] = 0,
 ):
     """Bubble of a schedule by closed form, and what its ranks hold."""
-    b = bubble(schedule, p, m, v, costs)
+    if limit and schedule != "zb-auto":
+        raise ValueError(f"--limit {limit} means nothing to --schedule {schedule}")
+    b = bubble(schedule, p, m, v, costs, limit)
     percent = lambda x: None if x is None else 100 * x
     rows = [
         {"of": of, "time": time, "idle": idle, "% of ideal": percent(r), "% of all": percent(f)}
@@ -1882,11 +1893,10 @@ def run_bubble(
         )
     ]
     few = [*range(p)] if p <= 16 else [*range(8), p - 1]
-    held = [f"{float(in_flight(schedule, p, m, v, rank)):g} on {rank}" for rank in few]
+    held = [f"{float(in_flight(schedule, p, m, v, rank, limit)):g} on {rank}" for rank in few]
     notes = [f"{schedule}, p = {p}, m = {m}, v = {v}; F, I, W, comm = {costs}; ideal {b.ideal:g}"]
-    idle, span, *_ = _FORMS[schedule]
-    form = b.note or f"idle = {idle}; of a span {span or 'the same'}"
-    return rows, [*notes, form, f"micro-batches in flight, by rank: {', '.join(held)}"]
+    notes += [b.note] * bool(b.note)
+    return rows, [*notes, f"micro-batches in flight, by rank: {', '.join(held)}"]
 
 
 def run_compute(
@@ -1918,6 +1928,7 @@ def run_compute(
     busy = f"MBU {mbu(1e9 * moved, step, hbm):.2%}: {moved:g} GB of HBM in a step of {step:.3g} s"
     return rows, [
         f"{model.name} on {gpus} {gpu}, {kind}",
+        *model.notes,
         f"MFU {share:.2%} by {convention}; HFU {hfu(share, 'full'):.2%} if all is recomputed",
         *[f"{busy}, of {hbm / 1e12:g} TB/s"] * (moved > 0),
         f"{spent:,.0f} GPU-hours at {price:g}: {spent * price:,.0f}; {seconds / 86400:,.1f} days",
@@ -1998,25 +2009,23 @@ def run_worksheet(model, layout, hbm: Annotated[float, "GiB of a GPU"] = 80.0):
     """The guide's memory budget worksheet, filled in for the heaviest rank."""
     lo, top = layout, heaviest(estimate(model, layout))
     cut = lambda stage: f"/ {lo.zero_ranks} of dp x cp" if lo.zero >= stage else "not cut"
-    flight = in_flight(lo.schedule, lo.pp, lo.m, lo.v, top.rank)
     remarks = {
         "weights": f"/ tp {lo.tp} / pp {lo.pp}, {cut(3)}",
         "gradients": f"/ tp {lo.tp} / pp {lo.pp}, {cut(2)}",
         "optimizer": f"/ tp {lo.tp} / pp {lo.pp}, {cut(1)} (the guide forgets tp)",
-        "activations": f"x {float(flight):g} micro-batches in flight",
+        "activations": f"x {float(lo.in_flight(top.rank)):g} micro-batches in flight",
         "buffers": "logits, recomputed layer, ZeRO gathers (the guide has no line for them)",
     }
     rows = [{"line": x, "GiB": size / GiB, "": remarks[x]} for x, size in grouped(top).items()]
     where = f"rank {top.rank}, at the {top.moment}"
-    rows.append({"line": "exact", "GiB": top.peak / GiB, "": where})
+    rows.append({"line": "allocated", "GiB": top.peak / GiB, "": where})
     for word, more in zip(("least", "most"), top.overhead):
         remark = f"with {word} overhead, an estimate: {more / GiB:.1f} (the guide: 5 GB, later 11)"
         rows.append({"line": "total", "GiB": (top.peak + more) / GiB, "": remark})
     return rows, [described(model, lo), f"{top.verdict(hbm * GiB)}, of {hbm:g} GiB"]
 
 
-PLOTS = plot_bubbles, plot_memory, plot_zero, plot_activations, plot_traffic
-PLOTS = {plot.__name__.removeprefix("plot_"): plot for plot in PLOTS}
+PLOTS = "bubbles", "memory", "zero", "activations", "traffic"
 
 
 def run_plot(
@@ -2025,32 +2034,22 @@ def run_plot(
     what: Annotated[str, ", ".join(PLOTS)],
     out: Annotated[str, "a PNG, SVG or PDF file"] = "picture.png",
 ):
-    """Draw one of the pictures to a file."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
+    """Draw one of the pictures of figures/memory.py to a file."""
     validate(model, layout)
-    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if Path(out).suffix[1:] not in known:
-        raise ValueError(f"--out {out}: its ending says no format; known are {', '.join(known)}")
-    try:
-        PLOTS[nearest(what, PLOTS, "picture")](ax, model, layout)
-        ax.spines[["top", "right"]].set_visible(False)
-        style = dict(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-        ax.legend(reverse=what == "memory", **style)  # in the order of the stack
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}") from error
-    finally:
-        plt.close(figure)
+    nearest(what, PLOTS, "picture")
+    path = Path(__file__).with_name("figures") / "memory.py"
+    if not path.exists():
+        raise ValueError("pictures are drawn by figures/memory.py, and it does not lie here")
+    spec = importlib.util.spec_from_file_location("figures_memory", path)
+    drawings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawings)
+    drawings.draw(sys.modules[__name__], what, model, layout, out)
     return [{"picture": what, "file": out}], []
 
 
 COMMANDS = [run_params, run_estimate, run_traffic, run_bubble, run_compute, run_guide]
 COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
+ALIASES = {"m": ["--micro-batches"]}
 
 
 def number(kind, several, text):
@@ -2076,12 +2075,12 @@ def add_flags(parser, function, defaults):
             parser.add_argument(name, nargs="?" if default is None else None, help=text)
             continue
         each, *several = get_args(kind) or [kind]
-        plain = each is str or name in _MAY_BE_0
+        plain = each is str or name in _MAY_BE_0 or name in ("rank", "limit")
         read = kind if plain else partial(number, each, bool(several))
         how = dict(type=read, choices=choices[0] if choices else None)
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
-        text = f"{text} (default: {default})".replace("%", "%%")
-        parser.add_argument(flag, default=default, help=text, **how)
+        text = f"{text} (default: {default or 'none'})".replace("%", "%%")
+        parser.add_argument(flag, *ALIASES.get(name, []), default=default, help=text, **how)
 
 
 def parsed_layout(text, default):
@@ -2096,17 +2095,18 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
-        name, given = run.__name__.removeprefix("run_"), inspect.signature(run).parameters
+        name, takes = run.__name__.removeprefix("run_"), inspect.signature(run).parameters
         sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print data instead of text")
-        if "model" in given:
+        if "model" in takes:
             which = sub.add_mutually_exclusive_group()
             which.add_argument("--model", default="llama-3-8b", help="a released model")
             which.add_argument("--config", help="a Hugging Face config.json")
-        if "layout" in given:
+        if "layout" in takes:
             add_flags(sub, Layout, vars(Layout()))
-        add_flags(sub, run, {name: option.default for name, option in given.items()})
+            sub.set_defaults(m=None)  # then as many as fill the pipeline
+        add_flags(sub, run, {name: option.default for name, option in takes.items()})
     return parser
 
 
@@ -2121,19 +2121,33 @@ def read_config(path):
     return model_from_config(config, Path(path).resolve().parent.name)
 
 
+def read_layout(args):
+    """(Layout, lines) of parsed arguments; without --m, as many micro-batches as fill the pipeline,
+    and a line that says so."""
+    named = {f.name: getattr(args, f.name) for f in fields(Layout)}
+    if named["m"] is not None:
+        return Layout(**named), []
+    check_schedule(args.schedule, args.pp, 1, args.v)
+    m = filling(args.schedule, args.pp, args.v)
+    said = f"--m was not given: {m} micro-batches fill the pipeline of {args.pp} ranks"
+    return Layout(**named | {"m": m}), [said] * (args.pp > 1)
+
+
 def main(argv=None):
     """Run one command; wrong input is answered by a sentence and exit status 2."""
     args = build_parser().parse_args(argv)
-    given = {name: vars(args).get(name) for name in inspect.signature(args.run).parameters}
+    takes = {name: vars(args).get(name) for name in inspect.signature(args.run).parameters}
+    said = []
     try:
-        if "model" in given:
-            given["model"] = read_config(args.config) if args.config else preset(args.model)
-        if "layout" in given:
-            given["layout"] = Layout(**{f.name: getattr(args, f.name) for f in fields(Layout)})
-        rows, notes = args.run(**given)
+        if "model" in takes:
+            takes["model"] = read_config(args.config) if args.config else preset(args.model)
+        if "layout" in takes:
+            takes["layout"], said = read_layout(args)
+        rows, notes = args.run(**takes)
     except ValueError as refused:
         print(refused, file=sys.stderr)
         return 2
+    notes += said
     if args.json:
         rows = [{key.lstrip("_"): value for key, value in row.items()} for row in rows]
         print(json.dumps({"rows": rows, "notes": notes}, indent=1))

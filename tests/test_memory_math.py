@@ -1,9 +1,11 @@
 """memory_math: every number it prints is held to something that it did not compute itself: to
 released checkpoints, to tensors that torch keeps, to simulated schedules, to published figures."""
 
+import itertools
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -271,7 +273,7 @@ class Block(torch.nn.Module):
         self.m, self.lo = model, layout
         self.dtype = torch.float32 if layout.recipe == "fp32" else torch.bfloat16
         section = "moe" if model.is_moe(0) else "dense"
-        names = [row[0] for part in ("layer", section) for row in mm._WEIGHTS[part]]
+        names = [row["name"] for part in ("layer", section) for row in mm.WEIGHTS[part]]
         degrees = layout.degrees(model)
         for w in mm.weights(model):
             if w.layer == 0 and (name := w.name.removeprefix("layers.0.")) in names:
@@ -374,7 +376,7 @@ class Block(torch.nn.Module):
             checkpoint(self.core, q, k, v, use_reentrant=False) if selective else self.core(q, k, v)
         )
         y = self.scattered(nnf.linear(mixed, self.o_proj, getattr(self, "o_proj_bias", None)))
-        y = lost(self.norm(y, "norm3") if m.norms == 4 else y)
+        y = lost(self.norm(y, "norm3") if m.norms == "both" else y)
         x = x + y
         y = self.norm(x, "norm2")
         if m.is_moe(0):
@@ -382,7 +384,7 @@ class Block(torch.nn.Module):
         else:
             *gate, up = self.products(y, *["gate_proj", "up_proj"][not m.gated :])
             y = self.scattered(self.mlp(*gate or [None], up, self.down_proj))
-        return x + lost(self.norm(y, "norm4") if m.norms == 4 else y)
+        return x + lost(self.norm(y, "norm4") if m.norms == "both" else y)
 
 
 def bytes_kept(run, known, skipped=lambda t: False):
@@ -405,7 +407,7 @@ SMALL = dict(layers=1, hidden=64, heads=8, kv_heads=2, head_dim=8, ffn=96, vocab
 LLAMA = Model("llama", **SMALL)
 GPT = Model("gpt", **SMALL | dict(kv_heads=8, ffn=256), gated=False, layer_norm=True)
 GPT = replace(GPT, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, positions=64)
-GEMMA = Model("gemma", **SMALL, norms=4, qk_norm=True, tied=True)
+GEMMA = Model("gemma", **SMALL, norms="both", qk_norm="head", tied=True)
 MLA = Model("mla", **SMALL | dict(kv_heads=8), mla=(40, 24, 4, 8, 6))
 MIXTRAL = Model("mixtral", **SMALL, experts=4, top_k=2, expert_ffn=48)
 SHARED = replace(MIXTRAL, shared_ffn=32, shared_gate=True)
@@ -510,8 +512,9 @@ def test_the_eager_loss_really_peaks_at_twelve_bytes_a_logit():
     with tracker:
         nnf.cross_entropy((x @ head.T).float(), labels, reduction="sum").backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    rows = mm.saved_in(LLAMA, replace(BASE, batch=1, seq=T), "last", "loss peak")
-    formula = sum(4 * T * V * n for s in rows for n in [1, 2] if s.formula == f"{4 * n}*T*V")
+    model, layout = replace(LLAMA, vocab=V), replace(BASE, batch=1, seq=T)
+    rows = mm.saved_in(model, layout, "last", "loss peak")
+    formula = sum(s.bytes for s in rows if "v" in s.letters)
     assert formula == 12 * T * V and 0 <= peak - formula < 0.25 * formula
 
 
@@ -613,7 +616,8 @@ def test_mem_08_logits_are_on_the_last_stage_and_cut_by_tp():
     stages = mm.estimate(model, layout)
     logits = {s.name: s.bytes for s in mm.saved_in(model, layout, "last", "loss peak")}
     assert round(logits["fp32 gradient"] / GiB, 2) == 18.55
-    assert round((logits["fp32 gradient"] + logits["logits and an fp32 copy"]) / GiB, 2) == 46.37
+    three = ("fp32 gradient", "logits", "fp32 copy of the logits")
+    assert round(sum(logits[name] for name in three) / GiB, 2) == 46.37
     assert [s.moment == "loss" for s in stages] == [False, False, False, True]
     assert mm.heaviest(stages).rank == 3
     cut = mm.saved_in(model, replace(layout, tp=8), "last", "loss peak")
@@ -678,6 +682,65 @@ def test_overheads_stay_out_of_the_exact_bytes():
     assert stage.verdict(stage.peak + high) == "fits"
     assert stage.verdict(stage.peak + high - 1) == "tight"
     assert stage.verdict(stage.peak + low - 1) == "does not fit"
+
+
+def measured(row):
+    """(Model, Layout) of a row of measured.toml."""
+    model = replace(preset(row["model"]), layers=row["layers"])
+    if "405b" in row["model"]:
+        model = replace(model, kv_heads=16)
+    if model.experts:
+        model = replace(model, dense_layers=frozenset({0}), router_bias="")
+    axes = {axis: row[axis] for axis in ("tp", "pp", "dp", "cp", "ep", "seq")}
+    how = dict(sp=row["tp"] > 1, cp_variant="ulysses", m=4, zero=1, recipe="bf16-fp32grad")
+    return model, Layout(**axes, **how, loss="fused", impl="megatron-te")
+
+
+def test_peaks_are_those_that_megatron_measured_on_b200():
+    """15 dense rows within 0.6%, 0.3% on average, and DeepSeek's within 1%. Nothing is fitted."""
+    off = {True: [], False: []}
+    for row in mm.data("measured")["rows"]:
+        model, layout = measured(row)
+        peak = mm.heaviest(mm.estimate(model, layout)).peak / GiB
+        off[bool(model.experts)].append(abs(peak / row["gib"] - 1))
+        low, high = (x / GiB for x in mm.heaviest(mm.estimate(model, layout)).reserve)
+        assert low > 0 and high < 0.1 * row["gib"]
+    assert len(off[False]) == 15 and len(off[True]) == 4
+    assert max(off[False]) < 0.006 and sum(off[False]) / 15 < 0.003
+    assert max(off[True]) < 0.01
+
+
+def test_what_an_implementation_adds_is_named(capsys):
+    """Transformer Engine: a 16-bit gradient for each distinct local shape (qkv, output, two of the
+    MLP). And of the head, while its backward runs."""
+    model = replace(LLAMA, layers=4)
+    layout = Layout(tp=2, sp=True, impl="megatron-te", loss="fused")
+    stage, plain = (mm.estimate(model, replace(layout, impl=x))[0] for x in ("megatron-te", "torch"))
+    shapes = 64 * (32 + 2 * 8) + 64 * 32 + 64 * 2 * 48 + 48 * 64
+    added = items(stage, "loss") - items(plain, "loss")
+    size = 4096 * 64 * 2
+    assert added == {
+        "16-bit gradients of each shape": 2 * shapes,
+        "gradient of the head, 16 bits": 2 * 256 * 64,
+        "gradient of the head's input": size,
+        "head input, gathered again": size,
+    }
+    added = items(stage, "deepest backward") - items(plain, "deepest backward")
+    assert added["gradients of gate and up"] == 2 * 4096 * 48 * 2
+    assert added["gradient of the layer's output"] == size and stage.loose == 0 < plain.loose
+    text = answered(capsys, "estimate", "--impl", "megatron-te", "--explain")
+    assert "16-bit gradients of each shape" in text and "14,336 x 4,096" not in text
+
+
+def test_the_range_beside_the_peak():
+    """2 to 8% for fragmentation, and what flows through a layer: three widths of the MLP and two of
+    the layer; a context of 0.5 to 1 GiB and NCCL's 0.3 to 2 GiB."""
+    stage = mm.estimate(LLAMA_8, Layout(batch=2, seq=1024))[0]
+    assert stage.loose == 2 * 2048 * (3 * 96 + 2 * 64)
+    assert stage.reserve == (0.02 * stage.peak, 0.08 * stage.peak + stage.loose)
+    low, high = stage.overhead
+    assert low - stage.reserve[0] == pytest.approx(0.8 * 2**30)
+    assert high - stage.reserve[1] == pytest.approx(3 * 2**30)
 
 
 def test_an_uneven_split_and_its_default():
@@ -769,7 +832,7 @@ def test_selective_recompute_is_cheaper_than_full():
             for r in ("none", "selective", "full")}  # fmt: skip
     assert kept["none"] - kept["selective"] == 4096 * 4 * 32
     assert kept["full"] == 2 * 4096 * 4096 < kept["selective"]
-    assert mm.hfu(0.4, "selective") == mm.hfu(0.4) < mm.hfu(0.4, "full")  # and in time
+    assert mm.hfu(0.4) < mm.hfu(0.4, "selective", attention=0.15) < mm.hfu(0.4, "full")
 
 
 def test_a_mixture_keeps_top_k_rows_per_token():
@@ -859,10 +922,9 @@ REFUSED = [
     (dict(tp=8, cp=16, cp_variant="ulysses"), "--cp 16 does not divide 8 heads of a tp rank"),
     (dict(schedule="1f1B"), "nearest are"),
     (dict(pp=4, v=2), "1f1b does not take v = 2"),
-    (dict(pp=8, v=2, schedule="interleaved", m=17), "use a multiple of 8"),
-    (dict(pp=4, v=2, schedule="interleaved", m=3), "use a multiple of 4"),
-    (dict(pp=4, schedule="dualpipe", m=6), "needs 8 micro-batches or more, not 6"),
-    (dict(pp=3, schedule="dualpipe", m=8), "even"),
+    (dict(pp=3, schedule="dualpipe", m=8), "3 ranks are odd"),
+    (dict(pp=4, limit=5), "--limit 5 means nothing to --schedule 1f1b"),
+    (dict(pp=4, limit=-1, schedule="zb-auto"), "--limit -1: at least 0"),
     (dict(zero=4), "--zero"),
     (dict(recompute="all"), "--recompute"),
 ]
@@ -1025,7 +1087,7 @@ def test_tensor_parallel_bytes_of_a_step_by_chapter_03s_count(n, sp, gather):
     model = replace(LLAMA, layers=L)
     assert mm.sent(mm.traffic(model, layout)) == pytest.approx(expected)
     normed = expected + 4 * (n - 1) / n * 2 * L * 2 * d  # each rank's heads met the q-k norms
-    assert mm.sent(mm.traffic(replace(model, qk_norm=True), layout)) == pytest.approx(normed)
+    assert mm.sent(mm.traffic(replace(model, qk_norm="head"), layout)) == pytest.approx(normed)
 
 
 def test_a_hybrid_step_all_reduces_each_shard_among_its_replicas():
@@ -1242,35 +1304,44 @@ def test_chapter_07_holds_and_sends_what_is_predicted_by_axis(flags):
 
 COSTS = [(1, 1, 1, 0), (2, 3, 1, 0), (3, 2, 2, 0), (2, 1, 2, 0), (1, 1, 2, 0), (1, 1, 1, 0.1)]
 COSTS += [(2, 3, 1, 0.25), (1, 1, 1, 3)]
-GRID = [(p, n * p) for p in (2, 4, 8) for n in (1, 2, 4)]
+GRID = [(p, m) for p in (2, 4, 8)
+        for m in sorted({1, 2, p - 1, p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 4 * p})]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", mm.SCHEDULES)
 def test_closed_forms_are_what_a_simulation_of_the_schedule_finds(name):
     pp, exact, bounds = chapter("04_pp_schedules"), 0, 0
-    for p, m in GRID:
-        for v in (2, 3) if name in ("interleaved", "looped-bfs", "interleaved-zb") else (1,):
-            if name.startswith("dualpipe") and m < 2 * p:
-                continue
-            lists = pp.SCHEDULES[name](p, m, v) if v > 1 else pp.SCHEDULES[name](p, m)
-            peaks = pp.simulate(lists).peak
-            flight = [mm.in_flight(name, p, m, v, s) for s in range(p)]
-            assert all(f >= x - 1e-9 for f, x in zip(flight, peaks))
-            if m >= 2 * p and name != "zb-auto":
-                assert [float(f) for f in flight] == pytest.approx(peaks)
-            assert pp.simulate(lists).messages == m * sum(map(sum, mm.pp_sends(name, p, v)))
-            for costs in COSTS:
-                found, b = pp.simulate(lists, costs), mm.bubble(name, p, m, v, costs)
-                assert b.ideal == pytest.approx(found.ideal)
-                for formula, real in (b.makespan, found.makespan), (b.span, found.span):
-                    if formula is not None and b.exact:
-                        assert formula == pytest.approx(real), (p, m, v, costs)
-                        exact += 1
-                    elif formula is not None and "lower bound" in b.note:
-                        assert formula <= real + 1e-9
-                        bounds += 1
+    for (p, m), v in itertools.product(GRID, (2, 3) if name in mm.CHUNKED else (1,)):
+        lists = pp.SCHEDULES[name](p, m, v) if v > 1 else pp.SCHEDULES[name](p, m)
+        flight = [float(mm.in_flight(name, p, m, v, s)) for s in range(p)]
+        simulated = pp.simulate(lists)
+        if name == "zb-auto":  # it may hold less than its limit
+            assert all(f >= x for f, x in zip(flight, simulated.peak))
+        else:
+            assert flight == pytest.approx(simulated.peak), (p, m, v)
+        assert simulated.messages == m * sum(map(sum, mm.pp_sends(name, p, v)))
+        for costs in COSTS:
+            found, b = pp.simulate(lists, costs), mm.bubble(name, p, m, v, costs)
+            assert b.ideal == pytest.approx(found.ideal)
+            for formula, real in (b.makespan, found.makespan), (b.span, found.span):
+                if formula is not None and b.exact:
+                    assert formula == pytest.approx(real), (p, m, v, costs)
+                    exact += 1
+                elif formula is not None and "lower bound" in b.note:
+                    assert formula <= real + 1e-9
+                    bounds += 1
     assert exact >= {"zb-v": 12, "zb-auto": 0, "dualpipe": 12, "dualpipev": 12}.get(name, 50)
     assert bounds > 20 or name != "zb-auto"
+
+
+def test_zb_auto_holds_its_limit():
+    for limit in (4, 5, 7):
+        peak = chapter("04_pp_schedules").SCHEDULES["zb-auto"](4, 16, limit)
+        held = [mm.in_flight("zb-auto", 4, 16, rank=r, limit=limit) for r in range(4)]
+        assert held == [limit] * 4
+        assert max(chapter("04_pp_schedules").simulate(peak).peak) <= limit
+    tight, loose = (mm.bubble("zb-auto", 4, 16, limit=limit) for limit in (4, 7))
+    assert tight.span_idle == 3 and loose.span_idle == 0
 
 
 def test_both_definitions_and_both_normalisations():
@@ -1394,9 +1465,9 @@ def test_every_claim_of_the_guide_is_recomputed():
 
 
 def test_no_answer_is_stored_and_the_module_does_the_arithmetic():
-    claims = json.loads(mm.GUIDE.read_text())
+    claims = json.loads((ROOT / "memory_math/guide.json").read_text())
     assert not any("computed" in claim for claim in claims)
-    ours = [f.__name__ for f in mm._IN_CLAIMS]
+    ours = [f.__name__ for f in mm.IN_CLAIMS]
     used = Counter(name for claim in claims for name in ours if name + "(" in claim["formula"])
     assert set(used) == set(ours) and sum(used.values()) > 60
 
@@ -1404,7 +1475,7 @@ def test_no_answer_is_stored_and_the_module_does_the_arithmetic():
 def test_claims_follow_their_inputs():
     """Twice the parameters, twice the FLOPs: an expression, not a number."""
     claim = next(c for c in mm.guide_claims() if c["id"] == "cap-70b-flops")
-    known = {f.__name__: f for f in mm._IN_CLAIMS}
+    known = {f.__name__: f for f in mm.IN_CLAIMS}
     double = claim["inputs"] | {"params": 2 * claim["inputs"]["params"]}
     assert mm.evaluate(claim["formula"], known | double) == 2 * claim["recomputed"]
 
@@ -1489,8 +1560,8 @@ def answered(capsys, *words):
 def test_what_the_commands_say(capsys):
     assert "8,030,261,248" in answered(capsys, "params", "--model", "llama-3-8b")
     text = answered(capsys, "estimate", "--explain", "--seq", 8192)
-    assert "8030261248 dense * 4" in text and "32 in flight" not in text
-    assert "T*h*e//u = 8192 * 4096 * 2 // 1" in text
+    assert "8,030,261,248 dense * 4" in text and "32 in flight" not in text
+    assert "b * s * D * bytes / sp = 1 * 8,192 * 4,096 * 2 / 1" in text
     assert "does not fit" in text and "--zero" not in text.split("what one change")[1]
     wrong = answered(capsys, "guide", "capacity", "--wrong")
     assert "5.88e+23" in wrong and "Off by 10x" in wrong and "; holds" not in wrong
@@ -1626,14 +1697,23 @@ def test_a_picture_is_drawn(what, tmp_path, capsys):
     assert out.stat().st_size > 10_000
 
 
-def test_alone_in_an_empty_folder_it_runs_and_the_guide_is_missed(tmp_path):
-    alone = tmp_path / "memory_math.py"
+def test_alone_with_its_data_it_runs_and_what_is_missing_is_named(tmp_path):
+    alone, folder = tmp_path / "memory_math.py", tmp_path / "memory_math"
     alone.write_text((ROOT / "memory_math.py").read_text())
     done = run_script(alone, "estimate", "--model", "llama-3-70b", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "recipes.toml" in done.stderr
+    shutil.copytree(ROOT / "memory_math", folder)
+    (folder / "guide.json").unlink()
+    done = run_script(alone, "estimate", "--model", "llama-3-70b", cwd=tmp_path)
     assert done.returncode == 0 and "what one change does" in done.stdout
-    done = run_script(alone, "guide", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "memory_math_guide.json" in done.stderr
+    for command, missing in (["guide"], "guide.json"), (["plot", "zero"], "figures/memory.py"):
+        done = run_script(alone, *command, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and missing in done.stderr
+
+
+def test_the_name_is_the_files_and_not_the_folders():
+    assert mm.__file__ == str(ROOT / "memory_math.py")
+    assert not (ROOT / "memory_math/__init__.py").exists()
 
 
 def test_it_needs_no_torch():
@@ -1647,7 +1727,7 @@ def test_an_estimate_takes_less_than_50_ms():
     """Of this process's own time, with nothing cached."""
     best = math.inf
     for _ in range(3):
-        for cached in (mm.weights, mm._by_layer, mm.saved_in, mm.symbols, mm._compiled, mm.preset):
+        for cached in (mm.weights, mm._by_layer, mm.saved_in, mm.symbols, mm.preset):
             cached.cache_clear()
         start = time.process_time()
         mm.estimate(preset("deepseek-v3"), Layout(pp=16, dp=128, ep=64, zero=1, m=64))
