@@ -249,7 +249,8 @@ def draw_memory(path):
     """Bytes of each pipeline rank of Llama 3 70B at its peak, by memory_math."""
     layout = memory.Layout(tp=8, sp=True, pp=8, dp=8, zero=1, m=32, seq=8192)
     with recorded(path, size=(9, 4.2)) as data:
-        memory.run_plot(memory.preset("llama-3-70b"), layout, "memory", out=str(path))
+        plot = memory.part("commands").run_plot
+        plot(memory.preset("llama-3-70b"), layout, "memory", out=str(path))
     return data
 
 
