@@ -582,7 +582,7 @@ class Model:
     layer_norm: bool = False  # LayerNorm; otherwise RMSNorm
     norm_bias: bool = True  # of a LayerNorm
     norms: str = "before"  # each block; or after it, both, or one norm for both blocks
-    qk_norm: str = ""  # head: of each head; all: of all heads together
+    qk_norm: str = ""  # head: one for all heads; each: one a head; all: over all heads together
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -603,7 +603,7 @@ class Model:
 
     def __post_init__(self):
         nearest(self.norms, ("before", "after", "both", "one"), "place of norms")
-        nearest(self.qk_norm, ("", "head", "all"), "norm of q and k")
+        nearest(self.qk_norm, ("", "head", "each", "all"), "norm of q and k")
 
     def is_moe(self, layer):
         return bool(self.experts) and layer not in self.dense_layers

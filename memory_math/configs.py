@@ -60,7 +60,7 @@ class Config:
         """Sentences on keys of parts that are not counted, and on keys that are not known."""
         apart = FAMILIES_FILE["not_counted"]
         said = [f"not counted: {words} ({key})" for key, words in apart.items()
-                if self.config.get(key)]  # fmt: skip
+                if self.config.get(key) and key not in self.read]  # fmt: skip
         head = next((x for x in self.config.get("architectures", []) if "CausalLM" not in x), "")
         if "Classification" in head or "Reward" in head:
             said.append(f"not counted: the head of {head}")
@@ -140,15 +140,17 @@ def model_from_config(config, name="model"):
     shape |= dict(tied=config.flag("tie_word_embeddings"))
     for key, traits in config.row.get("switches", {}).items():
         shape |= dict.fromkeys(traits, config.flag(key))
-    shape["qk_norm"] = "head" if shape.get("qk_norm") else ""
+    shape["qk_norm"] = config.row.get("qk_norm", "head") if shape.get("qk_norm") else ""
     if "positions" in config.row.get("names", {}):
         shape["positions"] = number("positions") + config.row.get("extra_positions", 0)
     if mla:
         sizes = map(number, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         shape |= dict(mla=(number("q_lora_rank", 0, least=0), *sizes))
-    if family == "opt" and (config.get("word_embed_proj_dim", h) != h
-                            or not config.get("do_layer_norm_before", True)):  # fmt: skip
-        raise config.refusal("OPT with projected embeddings or norms after its blocks is not known")
+    plain = dict(word_embed_proj_dim=h, do_layer_norm_before=True)
+    plain |= dict(layer_norm_elementwise_affine=True)
+    for key, value in plain.items():
+        if config.config.get(key, value) != value:
+            raise config.refusal(f"{key} is {config.config[key]!r}: only {value} is known")
     experts = config.row.get("experts", [])
     for key in sorted(EXPERT_KEYS - {*experts}):
         if config.config.get(key):

@@ -73,6 +73,8 @@ CHECKPOINTS = {  # as the released files count
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 # config.json files that are no preset, as published but for what does not count
@@ -136,6 +138,85 @@ def test_a_config_has_the_parameters_of_its_checkpoint(name):
     assert mm.count_parameters(model_from_config(config, name)) == parameters
 
 
+BUILT = json.loads((ROOT / "tests/data/configs.json").read_text())  # saved by transformers 5.24
+
+
+@pytest.mark.parametrize("i", range(len(BUILT)), ids=lambda i: BUILT[i]["family"])
+def test_a_family_has_the_parameters_that_transformers_builds(i):
+    """A small model of each family with its switches, from the config that transformers saves."""
+    config, family = BUILT[i]["config"], BUILT[i]["family"]
+    model = model_from_config(config | {"model_type": family})
+    assert mm.count_parameters(model) == BUILT[i]["parameters"]
+    assert not [note for note in model.notes if "understood" in note]
+
+
+def test_every_family_is_built():
+    names = {row["family"] for row in BUILT} | {"kimi_k2"}  # whose code is deepseek_v3's
+    assert names == {*mm.part("configs").FAMILIES}
+
+
+def test_qwen3_moe_as_transformers_5_saves_it():
+    """It counts its experts in num_local_experts; the released files count in num_experts."""
+    released = mm.RELEASED["qwen3-30b-a3b"]
+    saved = {k: v for k, v in released.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert replace(model_from_config(saved), name="qwen3-30b-a3b") == preset("qwen3-30b-a3b")
+
+
+TINY = CONFIGS["TinyLlama-1.1B"][1]
+
+
+def test_no_key_of_a_config_passes_in_silence(tmp_path, capsys):
+    said = lambda **more: model_from_config(TINY | more).notes
+    assert said() == said(rope_theta=5e5, attention_dropout=0.1, unknown_switch=False) == ()
+    assert said(num_nextn_predict_layers=1, vision_config={"depth": 2}) == (
+        "not counted: layers that predict further tokens (num_nextn_predict_layers)",
+        "not counted: a vision tower (vision_config)",
+    )
+    assert said(linear_conv_kernel_dim=4, zoo=1) == (
+        "not understood, and left out: linear_conv_kernel_dim, zoo",
+    )
+    head = said(architectures=["LlamaForSequenceClassification"])
+    assert head == ("not counted: the head of LlamaForSequenceClassification",)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"zoo": 1}))
+    for command in "params", "estimate", "compute":
+        assert "left out: zoo" in answered(capsys, command, "--config", path)
+
+
+def test_attention_bias_where_a_family_has_the_switch():
+    """Llama has it for q, k, v and the output, glm4 for q, k and v; mistral has no such switch."""
+    widths = dict(q=64, k=16, v=16, o=64)
+    config = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=512)
+    config |= dict(num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+
+    def more(family):
+        models = (config | dict(model_type=family, attention_bias=bias) for bias in (False, True))
+        without, bias = map(model_from_config, models)
+        return mm.count_parameters(bias) - mm.count_parameters(without), bias.notes
+
+    assert more("llama") == (sum(widths.values()), ())
+    assert more("glm4") == (sum(widths.values()) - widths["o"], ())
+    assert more("mistral") == (0, ("not understood, and left out: attention_bias",))
+
+
+def test_windows_of_attention():
+    """As configs say them: in all layers, in all but every k-th, by a list, by a switch."""
+    base = TINY | dict(num_hidden_layers=6, sliding_window=64)
+    seen = lambda **more: model_from_config(base | more).windows
+    assert seen(model_type="mistral") == (64,) * 6 and seen() == ()
+    assert seen(model_type="gemma2") == (64, 0) * 3
+    assert seen(model_type="gemma3_text", sliding_window_pattern=3) == (64, 64, 0) * 2
+    assert seen(model_type="qwen2") == () == seen(model_type="mistral", sliding_window=None)
+    used = dict(model_type="qwen2", use_sliding_window=True)
+    assert seen(**used, max_window_layers=4) == (0, 0, 0, 0, 64, 64)
+    kinds = ["full_attention", "sliding_attention"] * 3
+    assert seen(model_type="qwen3", layer_types=kinds) == (0, 64) * 3
+    with pytest.raises(ValueError, match="layer_types has linear_attention"):
+        seen(layer_types=["linear_attention"] * 6)
+    with pytest.raises(ValueError, match="not a list of 6 words"):
+        seen(layer_types=kinds[:2])
+
+
 def test_a_preset_may_be_written_in_capitals():
     assert preset("Llama-3-8B") == preset("llama-3-8b")
 
@@ -163,7 +244,7 @@ def test_mem_07_gated_mlps_and_the_parts_of_a_sharded_model():
         assert all(w.local(degrees) * ranks(w) == w.numel for w in listed)
 
 
-QWEN_MOE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+QWEN_MOE = TINY | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
 QWEN_MOE |= dict(moe_intermediate_size=8)
 MISTAKES = [
     (dict(), "model_type"),
@@ -182,7 +263,7 @@ MISTAKES = [
     (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     (dict(num_experts=4), "num_experts is 4, and a llama has no experts"),
     (dict(model_type="mixtral"), "num_local_experts is missing"),
-    (dict(model_type="qwen3_moe", num_experts=4, num_local_experts=8), "num_local_experts is 8"),
+    (QWEN_MOE | dict(num_local_experts=8), "num_local_experts is 8 and num_experts is 4"),
     (QWEN_MOE | dict(mlp_only_layers=3), "mlp_only_layers is 3"),
     (QWEN_MOE | dict(mlp_only_layers=[22]), "not a list of layers 0 to 21"),
 ]
@@ -460,21 +541,42 @@ def test_the_list_of_saved_tensors_is_what_torch_keeps_to_the_byte(name):
     assert kept == mm.total(mm.kept_activations(model, layout))
 
 
-@pytest.mark.parametrize("loss", ["eager", "copies", "fused"])
+class Loss(torch.autograd.Function):
+    """Cross-entropy as three implementations keep it: copies (logits and an fp32 copy), megatron
+    (logits and an fp32 softmax), fused (logits, over which the gradient is written)."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, kind):
+        wide = logits.float()
+        kept = {"copies": (wide,), "megatron": (wide.softmax(-1),), "fused": ()}[kind]
+        ctx.save_for_backward(logits, labels, *kept)
+        return nnf.cross_entropy(wide, labels, reduction="sum")
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, labels, *_ = ctx.saved_tensors
+        p = logits.float().softmax(-1)
+        p[torch.arange(len(labels)), labels] -= 1
+        return (grad * p).to(logits.dtype), None, None
+
+
+@pytest.mark.parametrize("loss", ["eager", "copies", "fused", "megatron"])
 def test_the_head_keeps_its_input_and_the_logits(loss):
     model, layout = LLAMA, replace(BASE, loss=loss)
     kept, peak = (mm.total(mm.saved_in(model, layout, part)) for part in ("last", "loss peak"))
     T, V, h = 64, 512, 64
     before = 2 * T * h + 4 * T + 2 * T * h
-    assert kept - before == {"eager": 4, "copies": 6, "fused": 2}[loss] * T * V
-    assert kept + peak - before == {"eager": 12, "copies": 10, "fused": 2}[loss] * T * V
-    if loss != "eager":
-        return
+    most = {"eager": 12, "copies": 10, "fused": 2, "megatron": 6}[loss]
+    assert kept + peak - before == most * T * V
     draw = lambda *shape: torch.randn(shape).bfloat16().requires_grad_()
     x, norm, head, labels = draw(T, h), draw(h), draw(V, h), torch.randint(V, (T,))
-    logits = lambda: (FusedNorm.apply(x, norm) @ head.T).float()
-    run = lambda: nnf.cross_entropy(logits(), labels, reduction="sum")
-    assert bytes_kept(run, [norm, head, labels]) == kept + 4  # the weight of all labels, one fp32
+    logits = lambda: FusedNorm.apply(x, norm) @ head.T
+    if loss == "eager":
+        run = lambda: nnf.cross_entropy(logits().float(), labels, reduction="sum")
+        kept += 4  # the weight of all labels, one fp32
+    else:
+        run = lambda: Loss.apply(logits(), labels, loss)
+    assert bytes_kept(run, [norm, head, labels]) == kept
 
 
 def test_published_activation_figures():
@@ -518,6 +620,59 @@ def test_the_eager_loss_really_peaks_at_twelve_bytes_a_logit():
     rows = mm.saved_in(model, layout, "last", "loss peak")
     formula = sum(s.bytes for s in rows if "v" in s.letters)
     assert formula == 12 * T * V and 0 <= peak - formula < 0.25 * formula
+
+
+# ── the lesson, beside the tables of the tool ────────────────────────────────────────────────
+
+
+def test_the_dense_layer_of_the_lesson_is_that_of_the_table():
+    for model, batch, seq in (LLAMA, 2, 32), (preset("llama-3-8b"), 1, 8192):
+        sizes = model.hidden, model.heads, model.kv_heads, model.head_dim, model.ffn
+        found = mm.dense_layer_keeps(batch, seq, *sizes)
+        listed = mm.layer_activations(model, Layout(batch=batch, seq=seq))
+        assert list(found.items()) == [(item.name, item.bytes) for item in listed]
+    assert sum(found.values()) == 1_141_964_800  # as the comment above it says
+    mib = {name: size / 2**20 for name, size in found.items()}
+    assert [mib[x] for x in ("attention input", "k", "log-sum-exp", "mlp up")] == [64, 16, 1, 224]
+
+
+def test_the_traffic_of_the_lesson_is_that_of_the_table():
+    model, layout = replace(LLAMA, layers=3), Layout(tp=2, dp=4, m=5, batch=2, seq=32)
+    P = mm.local_parameters(model, layout, [-1, 0, 1, 2, 3]).total()
+    found = mm.dense_step_sends(P, 3, 2, 32, 64, m=5, dp=4, tp=2)
+    calls = mm.traffic(model, layout)
+    assert found["dp"] == mm.sent(x for x in calls if x.axis == "dp")
+    ends = 5 * (2 * mm.ring_all_reduce_bytes(2 * 64 * 64, 2) + 3 * mm.ring_all_reduce_bytes(256, 2))
+    assert found["tp"] == mm.sent(x for x in calls if x.axis == "tp") - ends
+
+
+def test_numbers_in_the_comments_of_the_lesson():
+    text = (ROOT / "memory_math.py").read_text()
+    lesson = text.split("# ── from here on: the tool")[0]
+    assert "8: 16, 5.5, 3.75, 2" in lesson
+    assert [mm.zero_bytes(8000, 8, stage) / 8000 for stage in range(4)] == [16, 5.5, 3.75, 2]
+    for name in "gpipe", "1f1b", "zb-h2", "zb-v":
+        held = " ".join(str(mm.in_flight(name, 4, 8, rank=r)) for r in range(4))
+        assert re.search(rf"# +{name} +{held} ", lesson)
+    b = mm.bubble("1f1b", 4, 8, costs=(1, 1, 1, 0))
+    assert (b.ideal, b.idle, b.ratio) == (24, 9, 0.375) and "24 ideal, 9 idle" in lesson
+    hours = mm.gpu_hours(mm.training_flops(70e9, 1.4e12), 0.4 * 989.5e12)
+    assert f"{hours:,.0f} GPU-hours, {hours / 64 / 24:.0f} days" in lesson
+
+
+def test_every_letter_of_a_table_is_explained():
+    """In one legend, and no letter of the legend is unused."""
+    legend, used, asked = mm.data("legend"), set(), set()
+    flat = lambda x: x if isinstance(x, list) else [x]
+    for table in "weights", "activations", "traffic":
+        for row in itertools.chain(*mm.data(table).values()):
+            for key in "shape", "of", "norm", "rows", "calls", "over":
+                for cell in flat(row.get(key, [])):
+                    used |= {x for x in flat(cell) if isinstance(x, str)}
+            asked |= {*row.get("when", {}), *row.get("unless", {})}
+    assert used <= {*legend["letters"]}
+    assert asked <= {*legend["letters"], *legend["conditions"]}
+    assert {*legend["letters"]} <= used | asked and {*legend["conditions"]} <= asked
 
 
 # ── states ───────────────────────────────────────────────────────────────────────────────────
@@ -744,6 +899,82 @@ def test_the_range_beside_the_peak():
     low, high = stage.overhead
     assert low - stage.reserve[0] == pytest.approx(0.8 * 2**30)
     assert high - stage.reserve[1] == pytest.approx(3 * 2**30)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_up():
+    model, layout = replace(LLAMA, vocab=509), Layout(tp=4)
+    table = 128 * 64  # 509 / 4 rounded up
+    assert mm.local_parameters(model, layout, [-1])[-1, "dense"] == table
+    logits = {s.name: s.bytes for s in mm.saved_in(model, layout, "last")}
+    assert logits["log-probabilities, fp32"] == 4 * 4096 * 128
+
+
+def test_dualpipe_crosses_one_of_a_ranks_two_stages():
+    """Four ranks, eight layers, eight micro-batches: five stages of two layers are held."""
+    layout = Layout(pp=4, m=8, schedule="dualpipe")
+    layer = mm.total(mm.kept_activations(LLAMA_8, layout))
+    held = items(mm.estimate(LLAMA_8, layout)[1], "deepest backward")
+    assert held["activations of 4 dense layers"] == 5 * 2 * layer
+
+
+def test_rows_of_experts_that_are_themselves_split():
+    """etp ranks gather each other's tokens: each has the rows of all, and 1/etp of a width."""
+    sizes = lambda **how: {
+        s.name: s.bytes for s in mm.layer_activations(MIXTRAL, Layout(seq=64, **how))
+    }
+    one, two = sizes(dp=2), sizes(dp=2, etp=2)
+    assert two["expert input"] == 2 * one["expert input"] == 2 * 2 * 2 * 64 * 64
+    assert two["expert up"] == one["expert up"]
+
+
+def test_sequence_parallelism_cuts_the_embedding_mask():
+    mask = lambda **how: mm.saved_in(LLAMA, Layout(seq=64, dropout=True, **how), "first")[1]
+    assert mask().bytes == 64 * 64 and mask(tp=2).bytes == 64 * 64
+    assert mask(tp=2, sp=True).bytes == 32 * 64 and mask().name == "embedding mask"
+
+
+def test_buffers_have_the_width_of_what_they_hold():
+    """ZeRO-3 gathers fp32 weights as four bytes, and reduces fp32 gradients of bf16 weights."""
+    unit = max(512 * 64 + 64, 64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 96 + 128)
+    for recipe, weight, gradient in ("fp32", 4, 4), ("bf16-fp32grad", 2, 4), ("fp8", 1, 2):
+        stage = mm.estimate(LLAMA_8, Layout(dp=4, zero=3, recipe=recipe))[0]
+        found = items(stage, "deepest backward")
+        assert found["gathered weights"] == 2 * weight * unit
+        assert found["unreduced gradients"] == gradient * unit
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_stay_whole():
+    """26e9 parameters on 16 ranks: FSDP's no_sync holds 52 GB of bf16 gradients, not 3.25."""
+    n = 26 * 10**9
+    assert mm.state_items(n, 16, 3)["gradients"] == 3.25e9
+    assert mm.state_items(n, 16, 3, no_sync=True)["gradients"] == 52e9
+    layout = Layout(dp=4, zero=3, m=4)
+    waits = replace(layout, no_sync=True)
+    whole = mm.count_parameters(LLAMA_8)
+    assert states(mm.estimate(LLAMA_8, waits)[0])["gradients"] == 2 * whole
+    assert "unreduced gradients" not in items(mm.estimate(LLAMA_8, waits)[0], "deepest backward")
+    reduced = lambda lo: sum(
+        x.count for x in mm.traffic(LLAMA_8, lo) if x.collective == "reduce_scatter"
+    )
+    assert (reduced(layout), reduced(waits)) == (4, 1)
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused():
+    with pytest.raises(ValueError, match="gpt2 has 1024 learned positions: use 1024 or fewer"):
+        mm.estimate(preset("gpt2"), Layout(seq=8192))
+    assert mm.estimate(preset("gpt2"), Layout(seq=1024))[0].peak > 0
+
+
+def test_stages_may_be_empty():
+    """More stages than layers, if --stages says which are empty."""
+    model, layout = replace(LLAMA, layers=2), Layout(pp=4, m=4, stages=(0, 1, 1, 0))
+    assert [s.layers for s in mm.estimate(model, layout)] == [[-1], [0], [1], [2]]
+    assert mm.placed_layers(model, replace(layout, stages=(1, 0, 0, 1)))[1] == []
+    hollow = mm.estimate(model, replace(layout, stages=(1, 0, 0, 1), zero=3, dp=2))
+    assert hollow[1].params == hollow[1].peak == 0
+    assert mm.sent(mm.traffic(model, replace(layout, stages=(1, 0, 0, 1)), 1)) > 0
+    with pytest.raises(ValueError, match="--stages may leave some empty"):
+        mm.estimate(model, replace(layout, stages=()))
 
 
 def test_an_uneven_split_and_its_default():
@@ -1423,6 +1654,82 @@ def test_flops_are_what_torch_counts():
     assert counter.get_total_flops() == 64 * (6 * matrices + mm.attention_flops(1, 8, 8, 32))
 
 
+def test_a_window_leaves_fewer_keys():
+    """Mistral v0.1 at 32K and Gemma 3 27B: of a causal mask, W - W²/2S keys remain on average."""
+    keys = lambda S, W: sum(min(t + 0.5, W) for t in range(S)) / S  # half of the diagonal
+    assert mm.seen_keys(512, 64) == pytest.approx(keys(512, 64), rel=0.01)
+    assert mm.seen_keys(512) == mm.seen_keys(512, 1024) == 256
+    assert mm.seen_keys(512, 64, chunked=True) == 32
+    mistral, S, W = preset("mistral-7b"), 32768, 4096
+    full = mm.attention_flops(32, 32, 128, S, causal=True)
+    narrow = 6 * 32 * 32 * 256 * (W - W * W / (2 * S))
+    whole = mm.flops_per_token(replace(mistral, windows=()), S, "causal")
+    assert mm.flops_per_token(mistral, S, "causal") == pytest.approx(whole - full + narrow)
+    assert whole / mm.flops_per_token(mistral, S, "causal") == pytest.approx(1.41, abs=0.005)
+    gemma = preset("gemma-3-27b")
+    assert gemma.windows.count(0) == 10 and gemma.windows[5] == 0
+    ratio = mm.flops_per_token(replace(gemma, windows=()), 131072, "causal")
+    ratio /= mm.flops_per_token(gemma, 131072, "causal")
+    assert ratio == pytest.approx(1.84, abs=0.005)
+    assert mm.flops_per_token(gemma, 512, "full") == mm.flops_per_token(
+        replace(gemma, windows=()), 512, "full"
+    )
+    said = commands.complaints(mistral, Layout(cp=2, seq=32768))
+    assert any("that no window reaches" in sentence for sentence in said)
+
+
+def test_hfu_of_selective_recompute():
+    """Korthikanti et al. 2022: 72 B L s h² (1 + s/6h + s/18h + v/12hL), for a GPT."""
+    L, s, h, v = 96, 2048, 12288, 51200
+    model_flops = 72 * L * h * h * (1 + s / (6 * h) + v / (12 * h * L))
+    hardware = 72 * L * h * h * (1 + s / (6 * h) + s / (18 * h) + v / (12 * h * L))
+    share = mm.attention_flops(L, 96, 128, s) / model_flops
+    assert mm.hfu(0.5, "selective", attention=share) == pytest.approx(0.5 * hardware / model_flops)
+    for word in "Full", "some", "selective":
+        with pytest.raises(ValueError):
+            mm.hfu(0.5, word)
+
+
+def test_learned_positions_do_not_multiply():
+    gpt = preset("gpt2")
+    few = replace(gpt, positions=64)
+    for convention in "full", "causal":
+        assert mm.flops_per_token(gpt, 64, convention) == mm.flops_per_token(few, 64, convention)
+    assert mm.flops_per_token(gpt, 64) - mm.flops_per_token(few, 64) == 6 * (1024 - 64) * 768
+
+
+def test_context_parallel_ranks_share_tokens_and_widen_the_data_group():
+    """They see parts of one sequence: the batch is the same. Gradients are summed over dp x cp."""
+    layout = Layout(tp=2, cp=2, dp=2, batch=2, seq=64, m=3)
+    assert mm.effective_batch(layout) == 2 * 64 * 3 * 2
+    leaves = lambda node: {
+        axis: mm.Topology(node=node).leaves_node(layout, axis) for axis in ("tp", "cp", "dp")
+    }
+    assert leaves(8) == dict(tp=False, cp=False, dp=False)
+    assert leaves(4) == dict(tp=False, cp=False, dp=True)
+    assert leaves(2) == dict(tp=False, cp=True, dp=True)
+    eight = Layout(ep=8, etp=2, dp=16, pp=2)
+    assert mm.Topology(node=8).leaves_node(eight, "ep")
+    assert not mm.Topology(node=16).leaves_node(eight, "ep")
+    assert mm.Topology(node=16).leaves_node(eight, "pp")
+
+
+def test_data_sheets_by_the_name_of_the_driver():
+    """bf16 TFLOP/s and HBM TB/s of the vendors' sheets."""
+    for name, peak, hbm in (
+        ("NVIDIA A100-SXM4-40GB", 312, 1.555), ("NVIDIA A100-SXM4-80GB", 312, 2.039),
+        ("NVIDIA A100-PCIE-40GB", 312, 1.555), ("NVIDIA A100 80GB PCIe", 312, 1.935),
+        ("NVIDIA H100 80GB HBM3", 989.5, 3.35), ("NVIDIA H100 PCIe", 756, 2.0),
+        ("NVIDIA H100 NVL", 835, 3.9), ("NVIDIA H200", 989.5, 4.8), ("NVIDIA H200 NVL", 835, 4.8),
+        ("NVIDIA B200", 2250, 8), ("NVIDIA GB200", 2500, 8), ("NVIDIA B300 SXM6 AC", 2250, 8),
+        ("AMD Instinct MI300X", 1307.4, 5.3), ("AMD Instinct MI325X", 1307.4, 6),
+        ("AMD Instinct MI355X", 2516.6, 8),
+    ):  # fmt: skip
+        peaks, bandwidth = mm.data_sheet(name)
+        assert (peaks["bf16"], bandwidth) == pytest.approx((peak * 1e12, hbm * 1e12)), name
+    assert all(row["source"] for row in mm.PEAKS.values())
+
+
 def test_hours_days_batches():
     flops = mm.training_flops(70e9, mm.chinchilla_tokens(70e9))
     assert flops == 5.88e23
@@ -1445,6 +1752,8 @@ def test_failures():
     assert abs(mm.daly_interval(400, 2000) / best - 1) < 0.01
     assert abs(mm.young_interval(400, 2000) / best - 1) > 0.2
     assert mm.daly_interval(5000, 2000) == 2000
+    mtbf = 3600 * mm.hours_between_failures(1_000_000)
+    assert mm.lost_share(mm.daly_interval(60, mtbf), 60, mtbf, 600) == 1  # more cannot be lost
 
 
 def test_offload():
@@ -1553,7 +1862,8 @@ def test_every_command_prints_text_and_data(command, capsys):
     text = capsys.readouterr().out
     assert mm.main([*words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["rows"] and "unknown" not in text or "zb-auto" in text
+    assert data["rows"]
+    assert "unknown" not in text or "zb-auto" in text
     assert len(text.splitlines()) >= 2 and all(len(x) <= 200 for x in text.splitlines())
 
 
@@ -1596,6 +1906,34 @@ def test_the_readme_shows_what_is_printed_today(capsys):
         assert answered(capsys, *command.split()) == textwrap.dedent(shown)
     others = re.findall(r"`(\w+)`", section.split("The rest:")[1])
     assert {*others, "estimate", "compute"} == {run.__name__[4:] for run in commands.COMMANDS}
+
+
+def test_estimate_without_m_fills_the_pipeline_and_says_so(capsys):
+    fills = {"1f1b": 8, "gpipe": 8, "zb-h1": 8, "zb-h2": 15, "eager-1f1b": 15, "zb-v": 15}
+    assert {name: commands.filling(name, 8) for name in fills} == fills
+    text = answered(capsys, "estimate", "--pp", 8, "--schedule", "zb-h2")
+    assert "--m was not given: 15 micro-batches fill the pipeline of 8 ranks" in text
+    assert "--m was" not in answered(capsys, "estimate", "--pp", 8, "--m", 15)
+    assert "--m was" not in answered(capsys, "estimate")
+    named, alias = (answered(capsys, "estimate", flag, 9) for flag in ("--m", "--micro-batches"))
+    assert named == alias and "--m 9" in named
+
+
+def test_what_explain_shows_adds_up(capsys):
+    """Every list is headed by its total, in groups of three digits; any rank; letters explained."""
+    flags = "estimate --model mixtral-8x7b --pp 4 --m 8 --ep 2 --dp 2 --explain --rank".split()
+    for rank in 0, 2, 3:
+        text = answered(capsys, *flags, rank)
+        size = lambda line: int(line.split("  = ")[0].split()[-1].replace(",", ""))
+        lists = re.findall(r"^(\S.* ([\d,]+) bytes\n)((?:  .+  = .+\n)+)", text, re.M)
+        assert len(lists) == 2 and lists[0][0].startswith(f"rank {rank} at the ")
+        for _, total, lines in lists:
+            assert int(total.replace(",", "")) == sum(map(size, lines.splitlines()))
+        kept = lists[1][1]
+        assert f"in flight * 8 * {kept}" in text
+        assert "  b = 1: sequences of this rank" in text and "  R = 8,192: rows received" in text
+    assert mm.main([*map(str, flags), "4"]) == 2
+    assert "--rank 4: use a pipeline rank from 0 to 3" in capsys.readouterr().err
 
 
 def test_offload_cuts_experts_over_their_own_replicas(capsys):
@@ -1678,9 +2016,11 @@ def test_what_is_slow_about_a_layout_that_fits():
 
 
 def test_a_reader_that_stops_reading_is_no_error(tmp_path):
-    command = f"{sys.executable} {ROOT / 'memory_math.py'} guide 2> err | head -1; cat err"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert "Traceback" not in done.stdout
+    """It ends as head does, by SIGPIPE, after the first line."""
+    command = f"{sys.executable} {ROOT / 'memory_math.py'} guide 2> err | head -2; cat err >&2"
+    how = dict(cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command + "; exit 0"], **how)
+    assert done.stdout.strip() == mm.guide_claims()[0]["section"] and done.stderr == ""
 
 
 def test_a_config_file(tmp_path, capsys):
