@@ -248,7 +248,7 @@ class Model:
     def __init__(self, args, grid, device, optimizer_class=torch.optim.AdamW,
                  table=None, **options):  # fmt: skip
         dp.agree([f"--{flag} {value}" for flag, value in vars(args).items()], grid["pp dp cp tp"])
-        self.args, self.grid, self.device, self.run = args, grid, device, None
+        self.args, self.grid, self.device, self.written = args, grid, device, []
         self.schedule = make_schedule(args, grid.size("pp"))
         self.place = pp.placement(self.schedule)
         self.holders = 2 if (1, 0) in self.place else 1  # DualPipe: each stage stands on two ranks
@@ -437,16 +437,15 @@ def rate_at(step, args):
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
 import argparse
-import hashlib
 import io
 import json
 import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections import Counter, defaultdict
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from unittest.mock import patch
 
@@ -702,27 +701,28 @@ def wrong_on_purpose(args, grid, device, batch, twin, reference, twin_norm):
         error = model.gradients(*batch)[1] / twin_norm - 1
         yield dp.Row("norms counted once a tp rank", error, wrong=predicted)
     if args.experts and n_ep > 1:
-        over = {"expert": ("ep", reduction_table(args.sp)["whole"][1])}
-        model = Model(args, grid, device, table=over)
+        model = Model(args, grid, device, table={"expert": ("ep", model.table["whole"][1])})
         model.gradients(*batch)
-        experts = {name: reference[name] for name in reference if twin.kinds[name] == "expert"}
-        sums = [each for each in local_gradients(model) if each[0] in experts]
         # each place among a rank's experts gets the sum of what all ranks have in that place
-        predicted = max(
-            dp.relative_error(sum(w.chunk(n_ep)).repeat(n_ep, 1, 1), w) for w in experts.values()
-        )
-        error = largest_error(sums, reference, model)
-        yield dp.Row("experts summed over dp x cp", error, wrong=predicted)
+        sums = {name: sum(reference[name].chunk(n_ep)).repeat(n_ep, 1, 1)
+                for name in reference if twin.kinds[name] == "expert"}  # fmt: skip
+        yield beside("experts summed over dp x cp", model, sums, reference)
     ends = [rank for (_, stage), rank in model.place.items() if stage in (0, n_stages(args) - 1)]
     if args.tied and len(ends) == len(set(ends)) == 2:
         model = Model(args, grid, device)
         with patch.object(pp, "share_gradients", lambda *_: None):
             model.gradients(*batch)
-        own = [each for each in local_gradients(model) if each[0] == "embedding.weight"]
-        whole = reference["embedding.weight"]
-        predicted = max(dp.relative_error(end, whole) for end in untied_gradients(twin, batch))
-        error = largest_error(own, reference, model)
-        yield dp.Row("tied embedding not summed", error, wrong=predicted)
+        embedding, head = untied_gradients(twin, batch)
+        alone = {"embedding.weight": head if model.second_end else embedding}
+        yield beside("tied embedding not summed", model, alone, reference)
+
+
+def beside(name, model, predicted, reference):
+    """The row of gradients that are wrong on purpose, and so are {name: whole tensor}."""
+    own = [each for each in local_gradients(model) if each[0] in predicted]
+    parts = [(name, span, part_of(predicted[name], model, name, span)) for name, span, _ in own]
+    errors = [largest_error(each, reference, model) for each in (own, parts)]
+    return dp.Row(name, errors[0], wrong=errors[1])
 
 
 def untied_gradients(twin, batch):
@@ -749,35 +749,32 @@ def save(model, step, folder, keep=2):
     Raises Disagreement, with the file's name, where a file cannot be written.
     """
     world, r, folder = model.grid["pp dp cp tp"], model.grid.me, Path(folder)
-    final, partial_ = folder / f"step_{step:08}", folder / f"step_{step:08}.partial"
+    final, unfinished = folder / f"step_{step:08}", folder / f"step_{step:08}.partial"
     if r == 0:
-        shutil.rmtree(partial_, ignore_errors=True)
-        partial_.mkdir(parents=True)
-        model.run = model.run or uuid.uuid4().hex
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     dist.barrier(group=world)
-    content = io.BytesIO()
-    torch.save({"pieces": list(pieces(model)), "random": torch.get_rng_state()}, content)
-    write(partial_ / f"rank_{r:05}.pt", content.getvalue())
-    digest = torch.tensor([*hashlib.sha256(content.getvalue()).digest()], device=model.device)
-    digests = digest.new_empty(dist.get_world_size(world) * len(digest))
-    # all_gather over all ranks, 32 from each: all files are written, and this is what is in them
-    dist.all_gather_single(digests, digest, group=world)
+    file = io.BytesIO()
+    torch.save({"pieces": list(pieces(model)), "random": torch.get_rng_state()}, file)
+    write(unfinished / f"rank_{r:05}.pt", file.getvalue())
+    digest, digests = sha256(file.getvalue()).hexdigest(), [None] * dist.get_world_size(world)
+    # all_gather_object over all ranks: all files are written, and this is what is in them
+    dist.all_gather_object(digests, digest, group=world)
     if r == 0:
-        rows = enumerate(digests.view(-1, 32).tolist())
-        files = {f"rank_{rank:05}.pt": bytes(row).hex() for rank, row in rows}
-        manifest = {"step": step, "run": model.run, "grid": model.grid.sizes, "files": files,
-                    "model": model_of(model.args), "flags": flags_of(model.args)}  # fmt: skip
+        files = {f"rank_{rank:05}.pt": digest for rank, digest in enumerate(digests)}
+        model.written.append(final.name)
+        manifest = {"step": step, "written": model.written, "grid": model.grid.sizes,
+                    "files": files, **flags_of(model.args)}  # fmt: skip
         manifest = json.dumps(manifest).encode()
-        seal = hashlib.sha256(manifest).hexdigest().encode()
-        write(partial_ / "manifest", seal + b"\n" + manifest)
-        sync(partial_)
+        seal = sha256(manifest).hexdigest().encode()
+        write(unfinished / "manifest", seal + b"\n" + manifest)
+        sync(unfinished)
         if final.exists():  # a damaged one, which --resume has passed over: it is kept aside
             final.rename(tempfile.mkdtemp(prefix=f"{final.name}.old_", dir=folder))
-        partial_.rename(final)
+        unfinished.rename(final)
         sync(folder)
-        own = [path for path in checkpoints(folder) if written_by(path) == model.run]
-        for path in own[:-keep]:
-            shutil.rmtree(path)
+        while len(model.written) > keep:
+            shutil.rmtree(folder / model.written.pop(0), ignore_errors=True)
     dist.barrier(group=world)
 
 
@@ -810,13 +807,11 @@ def pieces(model):
     if model.holders == 2 and 2 * at["pp"] >= model.grid.size("pp"):
         return
     for name, (start, stop), tensors in model.optimizer.local_state():
-        kind = model.kinds[name]
-        if kind == "copy":
-            continue
-        split, summed = model.table[kind]
+        split, summed = model.table[model.kinds[name]]
         sharded = summed.split() if model.args.zero else []
-        others = {"dp", "cp", "tp"} if kind != "expert" else {"edp", "ep", "tp"}
-        if all(at[axis] == 0 for axis in others - {split, *sharded}):
+        others = {"edp", "ep", "tp"} if split == "ep" else {"dp", "cp", "tp"}
+        first = all(at[axis] == 0 for axis in others - {split, *sharded})
+        if first and model.kinds[name] != "copy":
             cut = (at[split], model.grid.size(split)) if split else (0, 1)
             yield name, cut, (start, stop), {k: v.clone() for k, v in tensors.items()}
     if all(at[axis] == 0 for axis in ("dp", "cp", "tp")):
@@ -846,14 +841,6 @@ def newest(folder):
     return None, None, []
 
 
-def written_by(path):
-    """The run that wrote a checkpoint, None where its manifest is damaged."""
-    try:
-        return json.loads(intact(path / "manifest"))["run"]
-    except ValueError:
-        return None
-
-
 def intact(file, digest=None):
     """The bytes of a file of a checkpoint. A manifest has its digest in its first line, which is
     not returned. Raises ValueError, with the file's name, where it is not what was written."""
@@ -863,7 +850,7 @@ def intact(file, digest=None):
     if digest is None:
         seal, _, content = content.partition(b"\n")
         digest = seal.decode(errors="replace")
-    if hashlib.sha256(content).hexdigest() != digest:
+    if sha256(content).hexdigest() != digest:
         raise ValueError(f"{file} is not what was written")
     return content
 
@@ -876,19 +863,18 @@ def load(model, folder):
     Raises Disagreement where ranks see different checkpoints, or where the checkpoint and the model
     have different names; then nothing has been changed.
     """
-    world = model.grid["pp dp cp tp"]
-    path, manifest, _ = newest(folder)
-    dp.agree([f"{path} as the newest whole checkpoint, {manifest}"[:2000]], world)
+    world, (path, manifest, _) = model.grid["pp dp cp tp"], newest(folder)
+    dp.agree([f"{path} as the newest whole checkpoint: {manifest}"[:2000]], world)
     if path is None:
         return 0
     written, random = read(model, path, manifest)
     here = [*model.named, *biases(model)]
     dist.all_gather_object(names := [None] * dist.get_world_size(world), here, group=world)
-    missing, extra = {*sum(names, [])} - {*written}, {*written} - {*sum(names, [])}
-    if missing or extra:
-        listed = lambda names: ", ".join(sorted(names)) or "nothing"
-        raise dp.Disagreement(f"--resume: {path} lacks {listed(missing)}, and has {listed(extra)} "
-                              "beyond what this model has")  # fmt: skip
+    names = {name for each in names for name in each}
+    if names != written.keys():
+        lacks, has = (", ".join(sorted(x)) for x in (names - {*written}, {*written} - names))
+        raise dp.Disagreement(f"--resume: {path} lacks {lacks or 'nothing'}, and has "
+                              f"{has or 'nothing'} beyond what this model has")  # fmt: skip
     new = {name: {key: resharded(model, name, cuts) for key, cuts in written[name].items()}
            for name in model.named}  # fmt: skip
     state, groups = {}, model.optimizer.param_groups
@@ -906,7 +892,7 @@ def load(model, folder):
     model.optimizer.load_state_dict({"state": state, "param_groups": groups})
     if random is not None:
         torch.set_rng_state(random)
-    model.run = manifest["run"]
+    model.written = manifest["written"]
     return manifest["step"]
 
 
@@ -942,24 +928,16 @@ def resharded(model, name, cuts):
     return tp.shard(tp.unshard([part.view(shape) for part in parts], spec), spec, n, r)
 
 
-def text_sha256(args):
-    """The digest of the text. It is kept in the arguments, which are compared over ranks."""
+def flags_of(args):
+    """{"model": what a run that resumes must have alike, "flags": what may change, and is said}.
+    The digest of the text is kept in the arguments, where it is compared over ranks as well."""
     if "text_sha256" not in args:
         text = dp.read_text(args.text, 0).to(torch.uint8)
-        args.text_sha256 = hashlib.sha256(text.numpy().tobytes()).hexdigest()
-    return args.text_sha256
-
-
-def model_of(args):
-    """What a checkpoint and the run that resumes it must agree on."""
-    keys = "layers width heads kv_heads hidden experts top_k every tied batch length".split()
-    return {**{key: getattr(args, key) for key in keys}, "text": text_sha256(args)}
-
-
-def flags_of(args):
-    """Flags that may change when a run is resumed, and are said if they do."""
-    silent = {*model_of(args), "text_sha256", "ranks", "timeout", "save", "resume"}
-    return {key: value for key, value in vars(args).items() if key not in silent}
+        args.text_sha256 = sha256(text.numpy().tobytes()).hexdigest()
+    alike = "layers width heads kv_heads hidden experts top_k every tied batch length text_sha256"
+    may_change = {*vars(args)} - {*alike.split(), "text", "ranks", "timeout", "save", "resume"}
+    of = lambda flags: {flag: getattr(args, flag) for flag in sorted(flags)}
+    return {"model": of(alike.split()), "flags": of(may_change)}
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
@@ -978,8 +956,8 @@ def train(args, grid, device):
         f"unigram entropy of the text {dp.unigram_entropy(text):.3f}"
         + (f"; going on from step {first}" if first else "")
     )
-    for line in what_changed(args) if first else ():
-        dp.say(line)
+    for sentence in what_changed(args) if first else ():
+        dp.say(sentence)
     axes = "".join(f"{axis:>10}" for axis in AXES)
     dp.say(f"step        loss   norm   tokens/s    left{axes}   bytes that rank 0 sent")
     unseen = dp.sample(held_out, 0, args.batch, args.length)
@@ -1011,10 +989,9 @@ def what_changed(args):
     """Sentences about the checkpoint that is resumed: newer ones that are damaged, and flags."""
     path, manifest, damages = newest(args.resume)
     yield from (f"{damage}: passed over for {path.name}" for damage in damages)
-    now = flags_of(args)
-    for key, before in manifest["flags"].items():
-        if now[key] != before:
-            yield f"--{key.replace('_', '-')} {before} -> {now[key]}"
+    for flag, now in flags_of(args)["flags"].items():
+        if (before := manifest["flags"].get(flag)) != now:
+            yield f"--{flag.replace('_', '-')} {before} -> {now}"
 
 
 def utilisation(active, speed):
@@ -1045,26 +1022,19 @@ def main(args, device):
 
 def validate(args, ranks):
     """Refuse, in a sentence with the numbers, what cannot work."""
-    for rules in (rules_of_numbers, rules_of_grid, rules_of_model, rules_of_zero_3):
+    for rules in (rules_of_grid, rules_of_model, rules_of_zero_3, rules_of_folders):
         for wrong, sentence in rules(args, ranks):
             if wrong:
                 raise ValueError(sentence)
-    dp.read_text(args.text, at_least=20 * (args.length + 1))
-    text_sha256(args)
-    validate_folders(args)
-
-
-def rules_of_numbers(args, ranks):
-    """(wrong, sentence) of each flag alone."""
-    for flag, (_, least, _) in NUMBERS.items():
-        n = getattr(args, flag.replace("-", "_"))
-        yield n < least, f"--{flag} {n}: at least {least} is needed"
-    yield args.steps < 0, f"--steps {args.steps}: at least 0 is needed"
-    yield not 0 < args.rate < math.inf, f"--rate {args.rate}: a rate is more than 0"
 
 
 def rules_of_grid(args, ranks):
-    """(wrong, sentence) of the axes and the ranks."""
+    """(wrong, sentence) of each number alone, of the axes, and of the text."""
+    for flag, (_, least, _) in FLAGS.items():
+        n = getattr(args, flag.replace("-", "_"))
+        yield type(least) is int and n < least, f"--{flag} {n}: at least {least} is needed"
+    yield args.steps < 0, f"--steps {args.steps}: at least 0 is needed"
+    yield not 0 < args.rate < math.inf, f"--rate {args.rate}: a rate is more than 0"
     sizes = {axis: getattr(args, axis) for axis in ("pp", "dp", "cp", "tp")}
     product, n = " x ".join(f"--{axis} {n}" for axis, n in sizes.items()), math.prod(sizes.values())
     yield n != ranks, f"{product} = {n}, and there are {ranks} ranks"
@@ -1073,39 +1043,32 @@ def rules_of_grid(args, ranks):
     plane, text = args.dp * args.cp, f"--dp {args.dp} x --cp {args.cp}"
     divisors = [n for n in range(1, plane + 1) if plane % n == 0]
     yield plane % args.ep, f"--ep {args.ep} does not divide {text}: use one of {divisors}"
+    dp.read_text(args.text, at_least=20 * (args.length + 1))
 
 
 def rules_of_model(args, ranks):
     """(wrong, sentence) of what the model and its schedule ask of the grid."""
-    E, k, m, n_tp, n_cp = args.experts, args.top_k, args.micro_batches, args.tp, args.cp
+    E, k, m, ulysses = args.experts, args.top_k, args.micro_batches, args.attention == "ulysses"
     yield E % args.ep, f"--ep {args.ep} does not divide --experts {E}"
-    yield (
-        E and not 1 < k <= E, f"--top-k {k}: choose from 2 to {E} experts, or gates are all 1")
-    yield (
-        args.schedule == "dualpipe" and E and args.balance == "bias",
-        "--schedule dualpipe: each copy of a router would learn from its half of the "
-        "micro-batches: say --balance aux")
-    yield args.kv_heads % n_tp, f"--tp {n_tp} does not divide --kv-heads {args.kv_heads}"
-    tp.check_heads(args.width, args.heads, args.kv_heads, n_tp)
-    tp.check_divides(n_tp, hidden=args.hidden)
-    heads = args.heads // n_tp
-    yield (
-        args.attention == "ulysses" and heads % n_cp,
-        f"ulysses: --cp {n_cp} does not divide the {heads} heads that --tp {n_tp} leaves a rank")
-    halves = 2 if n_cp > 1 and args.attention != "ulysses" else 1  # zigzag: an early, a late one
-    parts = n_cp * math.lcm(halves, n_tp if args.sp else 1)
-    yield (
-        args.length % parts,
-        f"--length {args.length} is no multiple of {parts}: cp parts, each of {halves} halves, "
-        f"each cut by tp under SP")
-    yield (
-        args.batch % (m * args.dp),
-        f"--batch {args.batch} is no multiple of --micro-batches {m} x --dp {args.dp}")
+    yield E and not 1 < k <= E, f"--top-k {k}: choose from 2 to {E} experts, or gates are all 1"
+    two_copies = args.schedule == "dualpipe" and E and args.balance == "bias"
+    why = "each copy of a router would learn from its half of the micro-batches"
+    yield two_copies, f"--schedule dualpipe: {why}: say --balance aux"
+    yield args.kv_heads % args.tp, f"--tp {args.tp} does not divide --kv-heads {args.kv_heads}"
+    tp.check_heads(args.width, args.heads, args.kv_heads, args.tp)
+    tp.check_divides(args.tp, hidden=args.hidden)
+    heads = args.heads // args.tp
+    left = f"the {heads} heads that --tp {args.tp} leaves a rank"
+    yield ulysses and heads % args.cp, f"ulysses: --cp {args.cp} does not divide {left}"
+    halves = 1 if args.cp == 1 or ulysses else 2  # zigzag: an early and a late half
+    parts = args.cp * math.lcm(halves, args.tp if args.sp else 1)
+    why = f"cp parts, of {halves} chunks each, and of tp chunks each under SP"
+    yield args.length % parts, f"--length {args.length} is no multiple of {parts}: {why}"
+    factors = f"--micro-batches {m} x --dp {args.dp}"
+    yield args.batch % (m * args.dp), f"--batch {args.batch} is no multiple of {factors}"
     stages = n_stages(args)
-    yield (
-        stages > args.layers,
-        f"--layers {args.layers}: {args.schedule} on --pp {args.pp} has {stages} stages, of a "
-        "layer or more each")
+    why = f"{args.schedule} on --pp {args.pp} has {stages} stages, of a layer or more each"
+    yield stages > args.layers, f"--layers {args.layers}: {why}"
 
 
 def rules_of_zero_3(args, ranks):
@@ -1121,30 +1084,28 @@ def rules_of_zero_3(args, ranks):
         yield ends, f"--zero 3 --pp {args.pp}: both ends share no shard: say --no-tied"
 
 
-def validate_folders(args):
-    """Refuse to resume without a checkpoint, or from one of another model, and to save where other
-    checkpoints are."""
-    path, manifest, _ = newest(args.resume) if args.resume else (None, None, [])
-    if args.resume and not path and args.resume != args.save:
-        raise ValueError(f"--resume {args.resume}: there is no checkpoint in it")
-    for key, value in manifest["model"].items() if path else ():
-        now = model_of(args)[key]
-        if value != now:
-            raise ValueError(f"--resume: {path} has {key} {value}, not {now}")
-    if path and 0 < args.steps < manifest["step"]:
-        raise ValueError(f"--resume: {path} is of step {manifest['step']}, past "
-                         f"--steps {args.steps}")  # fmt: skip
-    if args.save and args.save != args.resume and (kept := checkpoints(args.save)):
-        raise ValueError(f"--save {args.save}: {kept[-1].name} is there; --resume it, or move it")
+def rules_of_folders(args, ranks):
+    """(wrong, sentence) of checkpoints: none to go on from, one of another model, or others in the
+    way of new ones."""
+    here, (path, manifest, _) = flags_of(args)["model"], newest(args.resume or os.devnull)
+    missing = args.resume and not path and args.resume != args.save
+    yield missing, f"--resume {args.resume}: there is no checkpoint in it"
+    for flag, value in manifest["model"].items() if path else ():
+        yield value != here[flag], f"--resume: {path} has {flag} {value}, not {here[flag]}"
+    step = manifest["step"] if path else 0
+    past = f"--resume: {path} is of step {step}, past --steps {args.steps}"
+    yield 0 < args.steps < step, past
+    others = checkpoints(args.save) if args.save and args.save != args.resume else []
+    names = ", ".join(path.name for path in others)
+    yield others, f"--save {args.save}: {names} is there; --resume it, or move it"
     try:
-        if args.save:
-            Path(args.save).mkdir(parents=True, exist_ok=True)
+        Path(args.save or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--save {args.save}: {error.strerror}") from None
+        yield True, f"--save {args.save}: {error.strerror}"
 
 
-NUMBERS = {  # flag: default, at least, what it is
-    "pp": (2, 1, "pipeline stages' ranks, each with consecutive layers"),
+FLAGS = {  # flag: (default, at least or one of, what it is)
+    "pp": (2, 1, "pipeline ranks, each with consecutive layers"),
     "dp": (2, 1, "data-parallel ranks, each with other sequences"),
     "cp": (2, 1, "context-parallel ranks, each with other positions of a sequence"),
     "tp": (2, 1, "tensor-parallel ranks, each with a part of heads, widths and vocabulary"),
@@ -1156,40 +1117,41 @@ NUMBERS = {  # flag: default, at least, what it is
     "hidden": (128, 1, "hidden units of an MLP; an expert has half"),
     "experts": (4, 0, "experts of a mixture; 0 makes all layers dense"),
     "top-k": (2, 1, "experts of a token"),
-    "every": (2, 1, "every so many layers, one is a mixture of experts"),
+    "every": (2, 1, "one of so many layers is a mixture of experts"),
     "length": (64, 1, "tokens of a sequence"),
     "batch": (16, 1, "sequences of a step"),
     "micro-batches": (2, 1, "micro-batches of a step"),
+    "order": ("pp dp cp tp", None, "axes, the innermost last"),
+    "schedule": ("1f1b", (*pp.SCHEDULES,), "pipeline schedule"),
+    "attention": ("ring", ("ring", "all-gather", "ulysses"), "how cp ranks attend"),
+    "sp": (True, None, "split tokens over tp between the layers"),
+    "tied": (True, None, "one matrix for embedding and head"),
+    "zero": (1, (0, 1, 3), "stage of ZeRO"),
+    "recompute": ("none", RECOMPUTE, "what backward computes again: attention, or whole blocks"),
+    "precision": ("fp32", ("fp32", "bf16"), "dtype of weights; bf16 has fp32 master copies"),
+    "balance": ("aux", ("aux", "bias", "none"), "what keeps experts' loads even"),
+    "rate": (3e-3, None, "peak learning rate"),
+    "decay": ("cosine", ("cosine", "wsd"), "learning rate after the warm-up"),
+    "save": (None, None, "folder for checkpoints"),
     "save-every": (10, 1, "steps from one checkpoint to the next"),
-    "keep": (2, 1, "checkpoints of this run that stay in --save"),
+    "keep": (2, 1, "checkpoints of this run that stay in the folder"),
+    "resume": (None, None, "folder with the checkpoints to go on from"),
     "print-every": (5, 1, "steps from one printed line to the next"),
     "validate-every": (10, 1, "steps from one validation to the next"),
-}
-CHOICES = {  # flag: default, choices, what it is
-    "schedule": ("1f1b", tuple(pp.SCHEDULES), "pipeline schedule"),
-    "attention": ("ring", ("ring", "all-gather", "ulysses"), "how cp ranks attend"),
-    "recompute": ("none", RECOMPUTE, "what backward computes again: attention, or whole blocks"),
-    "precision": ("fp32", ("fp32", "bf16"), "of weights; bf16 keeps fp32 master copies"),
-    "balance": ("aux", ("aux", "bias", "none"), "what keeps experts' loads even"),
-    "decay": ("cosine", ("cosine", "wsd"), "learning rate after the warm-up"),
 }
 
 
 def options(argv=None):
     """The command line, parsed."""
     parser = dp.arguments(__doc__, ranks=None, steps=30)
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    for flag, (default, _, what) in NUMBERS.items():
-        add(f"--{flag}", type=int, default=default, help=f"{what}; default: {default}")
-    for flag, (default, choices, what) in CHOICES.items():
-        add(f"--{flag}", choices=choices, default=default, help=f"{what}; default: {default}")
-    add("--zero", type=int, choices=(0, 1, 3), default=1, help="stage of ZeRO; default: 1")
-    add("--order", default="pp dp cp tp", help="axes, the innermost last")
-    add("--sp", action=switch, default=True, help="split tokens over tp between the layers")
-    add("--tied", action=switch, default=True, help="one matrix for embedding and head")
-    add("--rate", type=float, default=3e-3, help="peak learning rate")
-    add("--save", metavar="DIR", help="write checkpoints there")
-    add("--resume", metavar="DIR", help="go on from the newest whole checkpoint there")
+    for flag, (default, allowed, what) in FLAGS.items():
+        kind = {"type": type(default) if default is not None else str}
+        if isinstance(default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(allowed, tuple):
+            kind["choices"] = allowed
+        what += f"; default: {default}"
+        parser.add_argument(f"--{flag}", default=default, help=what, **kind)
     args = parser.parse_args(argv)
     if args.ranks is None:
         args.ranks = args.pp * args.dp * args.cp * args.tp
