@@ -1,6 +1,7 @@
 """01_dp: gradients equal to one process, bytes equal to the formulas, and the reported faults."""
 
 import copy
+import importlib.util
 import re
 import time
 from argparse import Namespace
@@ -405,9 +406,9 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_summed(find_unused):
             parallel.zero_grad()
             ((model.a.sum() + model.b.sum()) * (1 + rank())).backward()
             parallel.finish_gradient_synchronization()
-        return model.a.grad.item(), model.b.grad.item()
+            yield model.a.grad.item(), model.b.grad.item()
 
-    assert on_ranks(2, step) == [(3.0, 3.0)] * 2
+    assert on_ranks(2, lambda: list(step())) == [[(3.0, 3.0)] * 2] * 2
 
 
 def test_a_parameter_that_one_rank_alone_unfreezes_is_told():
@@ -759,6 +760,45 @@ def test_who_runs_out_of_batches_joins_with_none_of_its_own():
             model, x_BS = dp.tiny_model(CPU), sequences[whole]
             nn.functional.cross_entropy(model(x_BS).transpose(1, 2), x_BS).backward()
             assert dp.max_error(gradients, [p.grad for p in model.parameters()]) < 1e-12
+
+
+# ── how large a bucket should be ─────────────────────────────────────────────────────────────
+
+
+def slow_link():
+    spec = importlib.util.spec_from_file_location("slow_link", ROOT / "benchmarks/slow_link.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("buckets, seconds, overlap, exposed", [
+    ([[2], [1], [0]], [2, 2, 2], True, 4),  # 1 to 3, 3 to 5, 5 to 7; backward ends at 3
+    ([[2], [1], [0]], [2, 2, 2], False, 6),
+    ([[2], [1], [0]], [0.5, 0.5, 0.5], True, 0.5),  # the link waits for each gradient
+    ([[0], [1], [2]], [0.5, 0.5, 0.5], True, 1.5),  # the first bucket is full last
+    ([[2, 1], [0]], [1, 1], True, 1),  # 2 to 3, 3 to 4
+])  # fmt: skip
+def test_exposed_time_is_that_of_two_streams(buckets, seconds, overlap, exposed):
+    arrivals = [3, 2, 1]  # the last layer's gradient comes first
+    assert slow_link().predict(buckets, arrivals, seconds, overlap) == exposed
+
+
+@pytest.mark.parametrize("order", ["reverse", "forward", "after backward"])
+def test_a_slow_link_changes_neither_sums_nor_calls(order):
+    args = Namespace(layers=3, backward=0.001, call=0.01, mb=0)
+    for size, calls in (1, 3), (2, 2), (3, 1):
+        measure = lambda: slow_link().measure(args, size, order, world())
+        for calls_found, exposed, predicted, right in on_ranks(2, measure):
+            assert right and calls_found == calls and exposed > 0
+            assert 0.01 <= predicted <= 0.01 * calls + 1e-9
+
+
+@pytest.mark.slow
+def test_exposed_time_is_within_ten_percent_of_the_predicted():
+    done = run_script(ROOT / "benchmarks/slow_link.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 14
 
 
 # ── as a user runs it ────────────────────────────────────────────────────────────────────────
