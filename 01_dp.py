@@ -18,6 +18,8 @@ With m micro-batches in a step, a rank adds up its own gradients first and sends
     python 01_dp.py                          four ranks on this machine
     torchrun --nproc-per-node 4 01_dp.py     the same, started by torchrun
 
+How large a bucket should be has to be measured: benchmarks/slow_link.py does it.
+
 Guide: Data Parallelism · DP and gradient overlap · gradient_as_bucket_view · Gradient accumulation.
 Questions  Q1.1 * the divisor of the loss     Q1.2 * what must start equal
            Q1.3 ** when a bucket may leave    Q1.4 ** which micro-batch sends
@@ -57,7 +59,7 @@ class LanguageModel(nn.Module):
         later_SS = torch.ones(2 * x_bS.shape[1:], dtype=torch.bool, device=x_bS.device).triu(1)
         x_bSD = self.token(x_bS) + self.position.weight[: x_bS.shape[1]]
         for block in self.blocks:
-            x_bSD = block(x_bSD, src_mask=later_SS, is_causal=True)
+            x_bSD = block(x_bSD, src_mask=later_SS)
         return self.head(self.norm(x_bSD))
 
 
@@ -337,7 +339,7 @@ def ring_all_reduce(x, group):
 
 
 class DataParallel(BucketedDataParallel):
-    """BucketedDataParallel with options. It refuses what would go wrong without a word.
+    """BucketedDataParallel with options; a loop that would add up wrong gradients is refused.
 
     Args:
         bucket_mb: at most so many MB are sent at once, unless one tensor is larger.
@@ -359,7 +361,7 @@ class DataParallel(BucketedDataParallel):
         self.op = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}[reduction]
         self.reduce_dtype, self.find_unused = reduce_dtype, find_unused
         self.fresh = set()  # parameters that got a gradient since the last reduction
-        self.flags = {}  # {tensor of a number for each of some parameters: those parameters}
+        self.flags = {}  # {tensor with one number for each of some parameters: those parameters}
         lines = [f"{bucket_mb=} {overlap=} {reduction=} {reduce_dtype=} {find_unused=}"]
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             lines.append(f"{name} {tuple(x.shape)} {x.dtype} requires_grad={x.requires_grad}")
@@ -377,7 +379,7 @@ class DataParallel(BucketedDataParallel):
         if self.find_unused and params:
             flags = params[0].new_zeros(len(params)).requires_grad_()
             self.flags[flags] = params
-            params = [flags, *params]
+            params = [flags, *params]  # the first parameter lies in the last bucket
         super().watch(params)
 
     def forward(self, *args, **kwargs):
@@ -391,17 +393,12 @@ class DataParallel(BucketedDataParallel):
         if param.grad is None:  # a custom backward returned None, and adds the gradient later
             return
         if self.synchronizing and param in self.params_ready:
-            self.refuse(
-                "{} got two gradients in one step: put no_sync() around all micro-batches "
-                "but the last, finish_gradient_synchronization() after it",
-                {param},
-            )
+            todo = "put no_sync() around all micro-batches but the last one of a step"
+            self.refuse(f"{{}} got two gradients in one step: {todo}", {param})
         if self.synchronizing and self.overlap:
             if self.sending.setdefault(self.group, self) is not self:
-                self.refuse(
-                    "two DataParallel of one group send during backward, and ranks may mix "
-                    "up what they send: finish one first, or give overlap=False"
-                )
+                todo = "finish one before the backward of the other, or give overlap=False"
+                self.refuse(f"two DataParallel of one group would mix up what they send: {todo}")
         super().ready(param)
 
     def deposit(self, param):
@@ -417,17 +414,17 @@ class DataParallel(BucketedDataParallel):
 
     def finish_gradient_synchronization(self):
         """Finish as above. Before it waits, it raises RuntimeError if a gradient is missing."""
-        params = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if unfrozen := {name: p for name, p in params.items() if p not in self.views}:
-            agree([f"unfrozen {name}" for name in unfrozen], self.group)
-            self.watch(list(unfrozen.values()))
-            for param in unfrozen.values():
+        params = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        if unfrozen := [param for param in params if param not in self.views]:
+            agree([f"unfrozen {params[param]}" for param in unfrozen], self.group)
+            self.watch(unfrozen)
+            for param in unfrozen:
                 self.ready(param)
         if not self.fresh:
-            self.refuse(
-                "no backward since the last reduction; a rank without a batch runs one on "
-                "an empty batch, see join()"
-            )
+            todo = "a rank without a batch runs one on an empty batch, see join()"
+            self.refuse(f"no backward since the last reduction: {todo}")
+        # None is not zero: an optimizer decays a weight whose gradient is zero, and leaves a weight
+        # alone whose gradient is None. The sum of the flags tells every rank which it has to be.
         for flags, params in self.flags.items():
             for param in set(params) - self.fresh:
                 self.views[param].zero_()
@@ -435,7 +432,7 @@ class DataParallel(BucketedDataParallel):
             flags.grad = flags.new_tensor([float(param in self.fresh) for param in params])
             self.ready(flags)
         if missing := self.views.keys() - self.params_ready:
-            self.refuse("no gradient for {}; if that is meant, say find_unused=True", missing)
+            self.refuse("no gradient for {}: if that is meant, say find_unused=True", missing)
         super().finish_gradient_synchronization()
         counts = {p: c for flags, params in self.flags.items()
                   for p, c in zip(params, self.views[flags].tolist())}  # fmt: skip
@@ -455,8 +452,11 @@ class DataParallel(BucketedDataParallel):
 
 
 def join(batches, empty, group):
-    """Yield this rank's batches, then `empty` until every rank of the group has run out. An empty
-    batch of no sequences adds zeros to the gradients and to the number of labels."""
+    """Yield this rank's batches, then `empty` until every rank of the group has run out.
+
+    Each batch is (x, y). `empty` has no sequences: a step on it adds zeros to the gradients and to
+    the number of labels, so that the other ranks' labels alone are the divisor.
+    """
     batches = iter(batches)
     while True:
         batch = next(batches, None)

@@ -462,7 +462,7 @@ def two_models(overlap):
 
 def test_two_models_on_one_group_are_never_added_to_each_other():
     assert on_ranks(2, two_models, False) == [(3.0, 30.0)] * 2
-    with pytest.raises(RankFailed, match="two DataParallel of one group send"):
+    with pytest.raises(RankFailed, match="two DataParallel of one group would mix up"):
         on_ranks(2, two_models, True)
 
 
