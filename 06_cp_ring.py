@@ -1,97 +1,90 @@
-"""06 · Context parallel: attention over a sequence that no rank holds
+"""06 · Context parallel: attention over a sequence that no rank holds whole
 
-Each of n ranks holds S/n tokens of every sequence, and all parameters. Only attention needs other
-tokens, and of those only keys and values: they go round, or to everyone, or heads are traded.
+Each of n ranks holds all parameters and s = S/n tokens of every sequence. All layers but attention
+work on one token at a time. Attention also needs the keys and values of other tokens. The ranks
+pass keys and values round a ring, or gather all of them, or exchange tokens for heads.
 
     contiguous   rank 0  ■■□□□□□□   rank 1  □□■■□□□□   ...   the last rank computes the most
-    zigzag       rank 0  ■□□□□□□■   rank 1  □■□□□□■□   ...   all the same, at every step
+    zigzag       rank 0  ■□□□□□□■   rank 1  □■□□□□■□   ...   all ranks compute the same
     striped      rank 0  ■□□□■□□□   rank 1  □■□□□■□□   ...   nearly the same
 
-    ladder         forward sends       backward sends                  kept beside q, out, lse
-    all-gather     2(n-1) t·K·d        2(n-1) t·K·d of fp32            2 S·K·d
-    ring           2(n-1) t·K·d        as much, and 2n t·K·d of fp32   2 t·K·d
-    Ulysses        2(n-1)/n t·(H+K)·d  the same                        2 t·K·d
-    Ulysses×ring   both, over u and n/u ranks                          2 t·K·d
+A rank sends so many elements of each sequence in a layer, and keeps so many for backward beside
+queries, output and log-sum-exp:
 
-Ulysses sends less forward than a ring if n > H/K + 1; n must divide H, and K counts there as the
-least common multiple of K and n. Each rank sees S/n tokens: gradients of parameters are summed.
+                   forward             backward                       kept
+    ring           2(n-1)·s·K·d        2(n-1)·s·K·d + 2n·s·K·d fp32   2·s·K·d
+    all-gather     2(n-1)·s·K·d        2(n-1)·s·K·d fp32              2·S·K·d
+    Ulysses        2(n-1)/n·s·(H+K)·d  the same                       2·s·K·d
+    Ulysses×ring   Ulysses over u ranks, and a ring over n/u          2·s·K·d
+
+Ulysses sends less than a ring in forward if n > H/K + 1. n must divide H. If n does not divide K,
+key/value heads are repeated, and K is then the least common multiple of K and n.
+Each rank computes gradients from its own tokens. Their sum over the ranks is the gradient.
 
     python 06_cp_ring.py                          four ranks on this machine
     torchrun --nproc-per-node 4 06_cp_ring.py     the same, started by torchrun
-    python 06_cp_ring.py --length 8192 --steps 5  4.3 GB of scores, which nobody holds
+    python 06_cp_ring.py --length 8192 --steps 5  no rank holds the 4.3 GB of scores
 
 Guide: SP/CP · Context parallelism · DeepSpeed-Ulysses · When should I add CP · very long context.
-What does not hold: Llama 3 405B trained with CP=1 at 8K and CP=16 at 131K, not CP=2, and gathered
-K and V, no ring (arXiv:2407.21783, section 3.3.2 and table 4). A "contiguous chunk" a rank keeps 4
-ranks busy 4/7 of the time. KV traffic is not linear in CP: a rank gets (n-1)/n of all keys and
-values, from 2 to 4 ranks 1.5 times as much.
+The guide errs here. Llama 3 405B trained with CP=1 at 8K and CP=16 at 131K, not with CP=2, and it
+gathered K and V, without a ring (arXiv:2407.21783, section 3.3.2 and table 4). With one contiguous
+chunk a rank, 4 ranks compute 4/7 of the time. KV traffic is not linear in CP: a rank receives
+(n-1)/n of all keys and values, which is 1.5 times as much on 4 ranks as on 2.
 
-Questions  Q6.1 * who owns which chunk?        Q6.2 ** how do two blocks become one?
+Questions  Q6.1 * who holds which chunk?       Q6.2 ** how do two blocks become one?
            Q6.3 ** post, compute, wait?        Q6.4 ** what does backward recompute?
-           Q6.5 *** how do dk, dv get home?    Q6.6 ** whose heads does each rank get?
+           Q6.5 *** how do dk, dv get home?    Q6.6 ** which heads does each rank get?
 """
-# B sequences · S tokens of each · t = S/n on this rank · H query heads · K key/value heads
-# h, k heads on this rank · d size of a head · D = H·d width · V vocabulary (256) · n ranks
+# n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
+# H query heads · K key/value heads · d width of a head · V vocabulary
 
-import argparse
-import inspect
-import logging
 import math
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter, namedtuple
-from contextlib import ExitStack, contextmanager
+from collections import namedtuple
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from pydoc_data.topics import topics
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
 __all__ = [
-    "all_gather_attention", "positions", "ring_attention", "shard", "ulysses_attention",
-    "ulysses_ring_attention", "unshard",
+    "agree_on_sequence", "all_gather_attention", "positions", "ring_attention", "shard",
+    "ulysses_attention", "ulysses_ring_attention", "unshard",
 ]  # fmt: skip
 
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 
 
-def causal_attention(q_BSHd, k_BSKd, v_BSKd, documents=None):
-    """Full attention on one process, all scores in memory: (B, S, H, d), causal, query head i on
-    key/value head i // (H/K), inside a document where documents are given."""
-    group, S = q_BSHd.shape[2] // k_BSKd.shape[2], q_BSHd.shape[1]
-    k_BSHd, v_BSHd = (x.repeat_interleave(group, dim=2) for x in (k_BSKd, v_BSKd))
-    visible = torch.ones(S, S, dtype=torch.bool, device=q_BSHd.device).tril()
-    if documents is not None:  # (B, S)
+def causal_attention(q_BSHd, k_BSKd, v_BSKd, documents=None, scale=None, visible=None):
+    """Full attention on one process, with all scores in memory: output (B, S, H, d). Query head i
+    uses key/value head i // (H/K). A token sees itself and the tokens before it, or instead what
+    `visible` (S, S) allows, and sees only its own document if `documents` (B, S) is passed."""
+    S, sharing = q_BSHd.shape[1], q_BSHd.shape[2] // k_BSKd.shape[2]
+    k_BSHd, v_BSHd = (x.repeat_interleave(sharing, dim=2) for x in (k_BSKd, v_BSKd))
+    if visible is None:
+        visible = torch.ones(S, S, dtype=torch.bool, device=q_BSHd.device).tril()
+    if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q_BSHd, k_BSHd) / math.sqrt(q_BSHd.shape[-1])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q_BSHd, k_BSHd)
+    scores = scores * (q_BSHd.shape[-1] ** -0.5 if scale is None else scale)
     probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", probs, v_BSHd)
 
 
-def rotate(x_BtHd, positions_t):
-    """Rotary embedding at global positions (t,) or (B, t). Source: Su et al., arXiv:2104.09864."""
-    half = x_BtHd.shape[-1] // 2
-    pace = 10000 ** (-torch.arange(half, device=x_BtHd.device, dtype=torch.float64) / half)
-    angle = positions_t.to(x_BtHd.device)[..., None, None] * pace
-    cos, sin = angle.cos().to(x_BtHd.dtype), angle.sin().to(x_BtHd.dtype)
-    a, b = x_BtHd.split(half, dim=-1)
+def rotate(x_BsHd, positions_s):
+    """Rotary embedding at global positions (s,) or (B, s). Source: Su et al., arXiv:2104.09864."""
+    half = x_BsHd.shape[-1] // 2
+    pace = 10000 ** (-torch.arange(half, device=x_BsHd.device, dtype=torch.float64) / half)
+    angle = positions_s.to(x_BsHd.device)[..., None, None] * pace
+    cos, sin = angle.cos().to(x_BsHd.dtype), angle.sin().to(x_BsHd.dtype)
+    a, b = x_BsHd.split(half, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normed copy of the residual stream."""
+    """Attention, then an MLP, each on a normalised copy of the residual stream."""
 
     def __init__(self, H, K, d):
         super().__init__()
@@ -100,18 +93,18 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, (H + 2 * K) * d), nn.Linear(D, D)
         self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
 
-    def forward(self, x_BtD, positions_t, attend):
-        heads = self.qkv(self.norm_attention(x_BtD)).unflatten(-1, (sum(self.heads), -1))
+    def forward(self, x_BsD, positions_s, attend):
+        heads = self.qkv(self.norm_attention(x_BsD)).unflatten(-1, (sum(self.heads), -1))
         q, k, v = heads.split(self.heads, dim=2)
-        # keys are rotated before they travel, by the positions of the rank they live on
-        attended = attend(rotate(q, positions_t), rotate(k, positions_t), v)
-        x_BtD = x_BtD + self.out(attended.flatten(2))
-        return x_BtD + self.down(F.gelu(self.up(self.norm_mlp(x_BtD))))
+        # keys are rotated before they travel, by the positions of the rank that holds them
+        attended = attend(rotate(q, positions_s), rotate(k, positions_s), v)
+        x_BsD = x_BsD + self.out(attended.flatten(2))
+        return x_BsD + self.down(F.gelu(self.up(self.norm_mlp(x_BsD))))
 
 
 class LanguageModel(nn.Module):
-    """Bytes (B, t) at global positions (t,) to logits of the next byte (B, t, V). All that it
-    knows of other ranks is what attend(q, k, v) finds out."""
+    """Bytes (B, s) at global positions (s,) to logits of the next byte (B, s, V). The model touches
+    other ranks only inside attend(q, k, v)."""
 
     def __init__(self, H=8, K=2, d=8, layers=2, V=256):
         super().__init__()
@@ -119,163 +112,242 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(H, K, d) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(H * d), nn.Linear(H * d, V, bias=False)
 
-    def forward(self, x_Bt, positions_t, attend):
-        x_BtD = self.token(x_Bt)
+    def forward(self, x_Bs, positions_s, attend):
+        x_BsD = self.token(x_Bs)
         for block in self.blocks:
-            x_BtD = block(x_BtD, positions_t, attend)
-        return self.head(self.norm(x_BtD))
+            x_BsD = block(x_BsD, positions_s, attend)
+        return self.head(self.norm(x_BsD))
 
 
 def next_tokens(tokens_BS, documents_BS=None):
-    """Labels, shifted while the sequence is whole: after sharding the neighbour lives elsewhere.
-    -100, which does not count, at the end of the sequence and of each document."""
+    """The label of each token: the token after it, or -100 at the end of the sequence and of each
+    document. Labels are made from the whole sequence, since a rank lacks its last token's label."""
     labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=-100)
     if documents_BS is None:
         return labels_BS
     return labels_BS.masked_fill(documents_BS != F.pad(documents_BS[:, 1:], (0, 1), value=-1), -100)
 
 
-def valid_tokens(labels_Bt, group):
-    """How many labels of the step count, over all ranks: a rank may have none. At least 1."""
-    count = (labels_Bt != -100).sum()
+def count_labels(labels_Bs, group):
+    """Number of labels in the whole step, over all ranks, not counting -100."""
+    count = (labels_Bs != -100).sum()
     # all_reduce(SUM) over cp, 1: every rank now knows the divisor of the whole step
     dist.all_reduce(count, group=group)
-    return count.clamp(min=1)
+    return count
 
 
-def loss_share(logits_BtV, labels_Bt, valid):
-    """This rank's part of the mean over the step's `valid` labels: the parts add up to it."""
-    return F.cross_entropy(logits_BtV.flatten(0, 1), labels_Bt.flatten(), reduction="sum") / valid
+def local_loss(logits_BsV, labels_Bs, num_labels):
+    """This rank's part of the mean over the step's labels. The sum of all parts is the loss."""
+    losses = F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten(), reduction="sum")
+    return losses / num_labels.clamp(min=1)
 
 
-# ── the layouts: which tokens a rank owns, and what they see of another rank's ───────────────
+# ── the axis by hand: post, compute, merge, wait ─────────────────────────────────────────────
 
+
+def attend_to_block(q_BHsd, k_BHsd, v_BHsd, causal):
+    """Attention over the keys of one rank alone: its output (B, H, s, d), and the log-sum-exp
+    (B, H, s) of each row of scores, by which blocks are merged."""
+    scores = q_BHsd @ k_BHsd.mT / math.sqrt(q_BHsd.shape[-1])
+    if causal:
+        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores.softmax(-1) @ v_BHsd, scores.logsumexp(-1)
+
+
+# One query and four keys, two on each rank. Their exponentiated scores are 1, 3 | 4, 8, and their
+# values 8, 0 | 4, 4.
+#                              rank 0's keys               rank 1's keys
+#     log-sum-exp              ln(1 + 3) = ln 4            ln(4 + 8) = ln 12
+#     output of the block      (1·8 + 3·0) / 4 = 2         (4·4 + 8·4) / 12 = 4
+#     weight in the whole row  4 / 16                      12 / 16
+#     merged                   4/16 · 2 + 12/16 · 4 = 3.5 = (1·8 + 3·0 + 4·4 + 8·4) / 16
+def merge(out_BHsd, lse_BHs, block_out, block_lse):
+    """Fold one more block into the output and log-sum-exp of the blocks so far, in place."""
+    # Q6.2 ** Each of two outputs is normalised by its own part of the row. How much does each of
+    #         the two outputs weigh in the whole row?
+    #         hint: subtract before you exp, and think of a row that sees nothing in both blocks
+    total = torch.logaddexp(lse_BHs, block_lse)
+    finite = total.masked_fill(total == -math.inf, 0)  # -inf minus -inf would not be a number
+    old, new = (lse_BHs - finite).exp(), (block_lse - finite).exp()
+    out_BHsd.copy_(old[..., None] * out_BHsd + new[..., None] * block_out)
+    lse_BHs.copy_(total)
+    # /Q6.2
+
+
+def ring_by_hand(q_BHsd, k_BHsd, v_BHsd, group):
+    """Causal attention in forward only. Rank r holds chunk r of the sequence, and each query head
+    has a key/value head of its own. Returns the output (B, H, s, d) for this rank's queries."""
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    out_BHsd, lse_BHs = torch.zeros_like(q_BHsd), torch.full_like(q_BHsd[..., 0], -math.inf)
+    kv, works = torch.stack([k_BHsd, v_BHsd]), []
+    arriving = torch.empty_like(kv)
+    for step in range(n):
+        if step < n - 1:
+            # isend + irecv over cp, 2·B·H·s·d: post; rank r+1 computes with these keys next
+            works = dist.batch_isend_irecv([
+                dist.P2POp(dist.isend, kv, group=group, group_peer=(r + 1) % n),
+                dist.P2POp(dist.irecv, arriving, group=group, group_peer=(r - 1) % n),
+            ])  # fmt: skip
+        home = (r - step) % n  # the rank whose keys are here: they have come `step` hops
+        if home <= r:  # compute: no query sees the keys of a later chunk
+            merge(out_BHsd, lse_BHs, *attend_to_block(q_BHsd, *kv, causal=home == r))
+        while works:
+            works.pop().wait()  # wait: only now may the buffers change places
+        kv, arriving = arriving, kv
+    return out_BHsd
+
+
+# ── layouts: which tokens a rank holds, and what they see of the tokens of another rank ──────
 
 LAYOUTS = "contiguous", "zigzag", "striped"
 
 
 def _owned(S, n, layout, inner=1):
-    """Positions by rank, (n, t), ascending in each, after padding S to what the layout divides."""
-    parts = (2 * n if layout == "zigzag" else n) * inner
-    whole = torch.arange(-(-S // parts) * parts)
+    """Positions by rank (n, s), ascending on each rank, after S is padded to a multiple."""
+    whole = torch.arange(-(-S // (multiple := _multiple(n, layout, inner))) * multiple)
     if layout == "contiguous":
-        return rearrange(whole, "(n t) -> n t", n=n)
+        return rearrange(whole, "(n s) -> n s", n=n)
     if layout == "striped":
-        return rearrange(whole, "(t n) -> n t", n=n)
-    if layout == "zigzag":
-        # Q6.1 * A late token sees more than an early one. Which two of 2n chunks make all equal?
-        #        hint: pair the chunk that sees least with the one that sees most
-        chunks = rearrange(whole, "(c t) -> c t", c=2 * n)
-        early, late = chunks[:n], chunks[n:].flip(0)
-        return torch.cat([early, late], dim=1)
-        # /Q6.1
-    raise ValueError(f"layout {layout!r}: use {', '.join(LAYOUTS)}")
+        return rearrange(whole, "(s n) -> n s", n=n)
+    # Q6.1 * A late token sees more keys than an early token. Which two of the 2n chunks give every
+    #        rank the same work?
+    #        hint: pair the chunk that sees the least with the chunk that sees the most
+    chunks = rearrange(whole, "(c s) -> c s", c=2 * n)
+    early, late = chunks[:n], chunks[n:].flip(0)
+    return torch.cat([early, late], dim=1)
+    # /Q6.1
 
 
-def _owned_exactly(t, n, layout):
-    """Positions by rank where each holds t tokens already."""
-    owned_nt = _owned(n * t, n, layout)
-    if owned_nt.shape[1] != t:
-        raise ValueError(f"{t} tokens a rank: zigzag needs an even number, to which shard() pads")
-    return owned_nt
+def _multiple(n, layout, inner=1):
+    """The number of tokens that a padded sequence is a multiple of: each rank's part is split by
+    `inner`, and in zigzag each rank's part is two halves."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r}: use {', '.join(LAYOUTS)}")
+    return n * (math.lcm(2, inner) if layout == "zigzag" else inner)
 
 
 def positions(S, group, layout="zigzag", inner=1):
-    """Global positions (t,) of this rank's tokens, ascending, on the CPU. Those from S on are
-    padding: n·t is S rounded up to a multiple of n, or of 2n under zigzag, times `inner`, the
-    ranks that will split a part once more (sequence parallelism, Ulysses inside a ring).
-    Raises ValueError at a layout that is not contiguous, zigzag or striped."""
+    """Global positions (s,) of this rank's tokens, ascending, on the CPU. Positions from S on are
+    padding: S is rounded up to a multiple of n, so that `inner` ranks can split each part once more
+    (sequence parallelism, Ulysses inside a ring), and zigzag can halve it.
+    Raises ValueError if the layout is not contiguous, zigzag or striped."""
     return _owned(S, dist.get_world_size(group), layout, inner)[dist.get_rank(group)]
 
 
 def shard(x_BS, group, layout="zigzag", fill=0, inner=1):
-    """This rank's tokens (B, t, ...) of a whole (B, S, ...), which is padded with `fill`, never
-    cut; the other arguments are those of `positions`. With autograd."""
-    mine = positions(x_BS.shape[1], group, layout, inner).to(x_BS.device)
-    part = x_BS[:, mine.clamp(max=x_BS.shape[1] - 1)]
-    padding = (mine >= x_BS.shape[1]).view(1, -1, *[1] * (x_BS.dim() - 2))
-    return part.masked_fill(padding, fill)
+    """This rank's tokens (B, s, ...) of a whole sequence (B, S, ...), padded with `fill`, at this
+    rank's `positions(S, group, layout, inner)`. Autograd sees this function."""
+    positions_s = positions(x_BS.shape[1], group, layout, inner).to(x_BS.device)
+    x_Bs = x_BS[:, positions_s.clamp(max=x_BS.shape[1] - 1)]
+    padding = (positions_s >= x_BS.shape[1]).view(1, -1, *[1] * (x_BS.dim() - 2))
+    return x_Bs.masked_fill(padding, fill)
 
 
-def unshard(x_Bt, S, group, layout="zigzag"):
-    """The whole (B, S, ...) of every rank's (B, t, ...), without padding. Without autograd."""
-    n, x_tB = dist.get_world_size(group), x_Bt.detach().transpose(0, 1).contiguous()
-    parts = x_tB.new_empty(n * len(x_tB), *x_tB.shape[1:])
-    # all_gather over cp, B·t from each: every rank now holds the sequence, rank after rank
-    dist.all_gather_single(parts, x_tB, group=group)
-    order = _owned_exactly(len(x_tB), n, layout).flatten()
-    return parts[order.argsort().to(x_Bt.device)][:S].transpose(0, 1)
+def unshard(x_Bs, S, group, layout="zigzag"):
+    """The whole sequence (B, S, ...), without padding, from each rank's tokens (B, s, ...).
+    Autograd does not see this function."""
+    n, x_sB = dist.get_world_size(group), x_Bs.detach().transpose(0, 1).contiguous()
+    x_SB = x_sB.new_empty(n * len(x_sB), *x_sB.shape[1:])
+    # all_gather over cp, B·s from each: every rank now holds the sequence, rank after rank
+    dist.all_gather_single(x_SB, x_sB, group=group)
+    order = _owned_exactly(len(x_sB), n, layout).flatten()
+    return x_SB[order.argsort().to(x_Bs.device)][:S].transpose(0, 1)
 
 
-# The rows and columns of a block that are worth computing; whether row i of them sees columns up
-# to i, or all; or a mask (B, 1, rows, columns), True where seen.
+def _owned_exactly(s, n, layout):
+    """Positions by rank (n, s) where each rank already holds s tokens, padding included."""
+    owned_ns = _owned(n * s, n, layout)
+    if owned_ns.shape[1] != s:
+        raise ValueError(f"{s} tokens a rank: zigzag needs an even number, to which shard() pads")
+    return owned_ns
+
+
+# What a block of scores is cut to before it is computed: slices of its rows and columns; whether
+# row i sees columns up to i, or all; or else a mask (B, 1, rows, columns), True where seen.
 Sight = namedtuple("Sight", "rows columns causal mask")
+
+# 8 tokens, 2 ranks, zigzag; x marks a key that a query sees:
+#
+#                            keys of rank 0     keys of rank 1
+#                            0  1  6  7         2  3  4  5
+#     queries of rank 0   0  x  .  .  .         .  .  .  .
+#                         1  x  x  .  .         .  .  .  .
+#                         6  x  x  x  .         x  x  x  x
+#                         7  x  x  x  x         x  x  x  x
+#     queries of rank 1   2  x  x  .  .         x  .  .  .
+#                         3  x  x  .  .         x  x  .  .
+#                         4  x  x  .  .         x  x  x  .
+#                         5  x  x  .  .         x  x  x  x
+#
+# My own tokens: causal. Keys of an earlier rank: only their first half, for all my queries. Keys
+# of a later rank: all of them, only for the second half of my queries.
+
+
+def causal_sight(queries_s, keys_s):
+    """The part of a block that queries at ascending positions see of keys at ascending positions,
+    a Sight; None if they see nothing. Queries that see any key are the last ones, and keys that are
+    seen are the first ones, so what is left is full or a staircase, in every layout."""
+    rows = slice(int((queries_s < keys_s[0]).sum()), len(queries_s))
+    columns = slice(0, int((keys_s <= queries_s[-1]).sum()))
+    if rows.start == rows.stop:
+        return None
+    return Sight(rows, columns, bool(queries_s[rows.start] < keys_s[columns.stop - 1]), None)
 
 
 @dataclass
 class _Ring:
-    """Where this rank stands, and what it may see."""
+    """The place of this rank in a ring, and which keys a query may see: see `ring_attention`."""
 
     n: int
     r: int
     group: object = None  # not touched where n is 1
     layout: str = "contiguous"
-    documents_BS: torch.Tensor = None
+    documents: torch.Tensor = None
+    length: int = None
+    causal: bool = True
+    window: int = None
+    scale: float = None
 
     @classmethod
-    def of(cls, group, *rest):
-        return cls(dist.get_world_size(group), dist.get_rank(group), group, *rest)
+    def of(cls, group, layout, documents, options):
+        place = dist.get_world_size(group), dist.get_rank(group), group, layout
+        return cls(*place, documents, **options)
 
-    def sight(self, j, t):
-        """What this rank's t queries see of the t keys of rank j, a Sight; None if nothing.
-
-        Positions ascend in every layout, so the queries that see any key are the last ones, and
-        the keys that are seen are the first. Cut to those, a block is all seen or a staircase.
-        """
-        mine, theirs = _owned_exactly(t, self.n, self.layout)[[self.r, j]]
-        rows = slice(int((mine < theirs[0]).sum()), t)
-        columns = slice(0, int((theirs <= mine[-1]).sum()))
-        mine, theirs = mine[rows], theirs[columns]
-        if not len(mine):
-            return None
-        if self.documents_BS is None:
-            return Sight(rows, columns, bool(mine[0] < theirs[-1]), None)
-        padding = self.n * t - self.documents_BS.shape[1]
-        if padding < 0:
-            raise ValueError(f"documents of {self.n * t - padding} tokens, for {self.n * t} tokens")
-        documents = F.pad(self.documents_BS, (0, padding), value=-1)
-        of_query, of_key = documents[:, mine, None], documents[:, None, theirs]
-        causal = (mine[:, None] >= theirs).to(documents.device)
-        mask = causal & (of_query == of_key) & (of_query >= 0)
-        return Sight(rows, columns, False, mask[:, None]) if mask.any() else None
+    def sight(self, j, s):
+        """What this rank's s queries see of the s keys of rank j, a Sight; None if nothing."""
+        owned_ns = _owned_exactly(s, self.n, self.layout)
+        if self.causal and self.window is None and self.documents is None:
+            return causal_sight(owned_ns[self.r], owned_ns[j])
+        return masked_sight(owned_ns[self.r], owned_ns[j], self)
 
     def hop(self, x):
-        """Post x to the next rank, and a receive from the one before. Returns a function that
-        waits for both and returns what came."""
+        """Post x to the next rank and a receive from the rank before. Returns a function that waits
+        for both messages and returns the received tensor."""
         if self.n == 1:
             return lambda: x
-        came = torch.empty_like(x)
+        buffers = x, torch.empty_like(x)  # `wait` keeps both alive until both messages are done
         to, source = (self.r + 1) % self.n, (self.r - 1) % self.n
         # isend + irecv over cp, all of x, in one batch: no order of ranks can deadlock
         works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, x, group=self.group, group_peer=to),
-            dist.P2POp(dist.irecv, came, group=self.group, group_peer=source),
+            dist.P2POp(dist.isend, buffers[0], group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, buffers[1], group=self.group, group_peer=source),
         ])  # fmt: skip
 
-        def wait(sent=x):  # which must stay alive until it has left
+        def wait():
             for work in works:
                 work.wait()
-            return came
+            return buffers[1]
 
         return wait
 
     def visits(self, kv):
-        """Yield (home rank, keys and values) of every rank, own first. They travel on whether
-        or not this rank could use them: another may."""
+        """Yield (home rank, its keys and values) for every rank, starting with this rank. A rank
+        passes on the keys that it cannot use too: another rank may use them."""
         for step in range(self.n):
-            # Q6.3 ** The caller computes while this stands at `yield`. When does the next block
-            #         set off, and when is it waited for?
-            #         hint: a rank can forward what it has not used yet, not what has not come
+            # Q6.3 ** The caller computes a block while this function stands at `yield`. When is
+            #         the next block sent, and when is it waited for?
+            #         hint: a rank can pass keys on before it uses them, not before they arrive
             last = step == self.n - 1
             arriving = None if last else self.hop(kv)
             yield (self.r - step) % self.n, kv
@@ -283,11 +355,12 @@ class _Ring:
             # /Q6.3
 
 
-# ── one block, and how blocks become one ─────────────────────────────────────────────────────
+# ── one block, forward and backward ──────────────────────────────────────────────────────────
 
-# SDPA's own operators, where they return what merging needs: not on a GPU, whose flash operator
-# rounds each block's output to bf16; and not with a mask, where they call the log-sum-exp of a row
-# that sees nothing 0, as if it had seen one key.
+# The operators behind torch's scaled_dot_product_attention. They never hold a block's scores, and
+# return the log-sum-exp that merging needs. A GPU's operator rounds each block's output to bf16, so
+# it is not used. With a mask, the operator returns a log-sum-exp of 0 for a row that sees nothing,
+# where -inf is right, so a masked block is written out.
 FUSED = {
     "cpu": (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -296,171 +369,128 @@ FUSED = {
 }
 
 
-def _scores(q_BHtd, k_BHtd, causal, mask):
-    """Scores (B, H, rows, columns), minus infinity where not seen."""
-    scores = q_BHtd @ k_BHtd.mT / math.sqrt(q_BHtd.shape[-1])
+def _as_wide(x, width):
+    """x with zeros behind its last dimension, up to `width`: the fused operators want one width."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _scores(q_BHsd, k_BKsd, causal, mask, scale):
+    """Scores (B, H, rows, columns), minus infinity where a key is not seen."""
+    k_BHsd = k_BKsd.repeat_interleave(q_BHsd.shape[1] // k_BKsd.shape[1], dim=1)
+    scores = q_BHsd @ k_BHsd.mT * scale
     if causal:
         mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    return scores if mask is None else scores.masked_fill(~mask.to(scores.device), -math.inf)
 
 
-def block_forward(q_BHtd, k_BKtd, v_BKtd, causal, mask):
-    """Attention inside one block: its output (B, H, rows, d), and the log-sum-exp (B, H, rows) of
-    each row's scores, which is what it takes to merge it. A row that sees nothing: 0, -inf."""
-    fused, _ = FUSED.get(q_BHtd.device.type, (None, None))
+def block_forward(q_BHsd, k_BKsd, v_BKsd, causal, mask=None, scale=None):
+    """Attention over one block: its output (B, H, rows, width of v), and the log-sum-exp
+    (B, H, rows) of each row of scores. A row that sees nothing has output 0, log-sum-exp -inf."""
+    scale = q_BHsd.shape[-1] ** -0.5 if scale is None else scale
+    fused, _ = FUSED.get(q_BHsd.device.type, (None, None))
     if fused and mask is None:
-        return fused(q_BHtd, k_BKtd, v_BKtd, is_causal=causal)
-    sharing = q_BHtd.shape[1] // k_BKtd.shape[1]
-    k_BHtd, v_BHtd = (x.repeat_interleave(sharing, dim=1) for x in (k_BKtd, v_BKtd))
-    scores = _scores(q_BHtd, k_BHtd, causal, mask)
-    lse_BHt1 = scores.logsumexp(-1, keepdim=True)
-    probs = (scores - lse_BHt1.masked_fill(lse_BHt1 == -math.inf, 0)).exp()
-    return probs @ v_BHtd, lse_BHt1[..., 0]
+        width = max(q_BHsd.shape[-1], v_BKsd.shape[-1])
+        qkv = (_as_wide(x, width) for x in (q_BHsd, k_BKsd, v_BKsd))
+        out, lse = fused(*qkv, is_causal=causal, scale=scale)
+        return out[..., : v_BKsd.shape[-1]], lse
+    scores = _scores(q_BHsd, k_BKsd, causal, mask, scale)
+    lse_BHs1 = scores.logsumexp(-1, keepdim=True)
+    probs = (scores - lse_BHs1.masked_fill(lse_BHs1 == -math.inf, 0)).exp()
+    v_BHsd = v_BKsd.repeat_interleave(q_BHsd.shape[1] // v_BKsd.shape[1], dim=1)
+    return probs @ v_BHsd, lse_BHs1[..., 0]
 
 
-def block_backward(d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt, causal, mask):
-    """dq, dk, dv of one block, given output and log-sum-exp of the *whole* row: probabilities are
-    then those of full attention, and gradients just add. Source: Dao, arXiv:2307.08691, 3.1."""
-    _, fused = FUSED.get(q_BHtd.device.type, (None, None))
+def block_backward(d_out, q_BHsd, out, lse_BHs, k_BKsd, v_BKsd, causal, mask=None, scale=None):
+    """dq, dk, dv of one block, from the output and log-sum-exp of the *whole* row. Probabilities
+    are then those of full attention, and the gradients of blocks add up.
+    Source: Dao, arXiv:2307.08691, section 3.1."""
+    scale = q_BHsd.shape[-1] ** -0.5 if scale is None else scale
+    _, fused = FUSED.get(q_BHsd.device.type, (None, None))
     if fused and mask is None:
-        return fused(d_out_BHtd, q_BHtd, k_BKtd, v_BKtd, out_BHtd, lse_BHt, 0.0, causal)
-    sharing = q_BHtd.shape[1] // k_BKtd.shape[1]
-    k_BHtd, v_BHtd = (x.repeat_interleave(sharing, dim=1) for x in (k_BKtd, v_BKtd))
-    scores = _scores(q_BHtd, k_BHtd, causal, mask)
-    # Q6.4 ** Softmax couples a whole row, of which this block is a part. What stands for the rest?
-    #         hint: the row's log-sum-exp; and <d_out, out>, which is the sum of p · dp over the row
-    probs = (scores - lse_BHt[..., None]).exp()
-    row_dot = (d_out_BHtd * out_BHtd).sum(-1, keepdim=True)
-    d_scores = probs * (d_out_BHtd @ v_BHtd.mT - row_dot) / math.sqrt(q_BHtd.shape[-1])
+        widths = [x.shape[-1] for x in (q_BHsd, k_BKsd, v_BKsd)]
+        tensors = (_as_wide(x, max(widths)) for x in (d_out, q_BHsd, k_BKsd, v_BKsd, out))
+        gradients = fused(*tensors, lse_BHs, 0.0, causal, scale=scale)
+        return [x[..., :width] for x, width in zip(gradients, widths)]
+    sharing = q_BHsd.shape[1] // k_BKsd.shape[1]
+    k_BHsd, v_BHsd = (x.repeat_interleave(sharing, dim=1) for x in (k_BKsd, v_BKsd))
+    scores = _scores(q_BHsd, k_BKsd, causal, mask, scale)
+    # Q6.4 ** Softmax couples a whole row, and this block is a part of the row. Which saved tensors
+    #         stand for the other parts of the row?
+    #         hint: the row's log-sum-exp, and <d_out, out>, the sum of p · dp over the whole row
+    probs = (scores - lse_BHs[..., None]).exp()
+    row_dot = (d_out * out).sum(-1, keepdim=True)
+    d_scores = probs * (d_out @ v_BHsd.mT - row_dot) * scale
     # /Q6.4
-    dk_BHtd, dv_BHtd = d_scores.mT @ q_BHtd, probs.mT @ d_out_BHtd
-    # query heads that share a key give it their sum, before anything travels
-    by_key = (-1, sharing)
-    return d_scores @ k_BHtd, *(x.unflatten(1, by_key).sum(2) for x in (dk_BHtd, dv_BHtd))
+    # query heads that share a key/value head give it the sum, before anything travels
+    by_key = lambda x_BHsd: x_BHsd.unflatten(1, (-1, sharing)).sum(2)
+    return d_scores @ k_BHsd, by_key(d_scores.mT @ q_BHsd), by_key(probs.mT @ d_out)
 
 
-def merge(out_BHtd, lse_BHt, block_out, block_lse):
-    """Fold a block into the running output and log-sum-exp, in place, in fp32 or wider."""
-    # Q6.2 ** Two outputs, each normalised by its own part of the row. What does each weigh now?
-    #         hint: subtract before you exp, and mind rows for which both parts are empty
-    total = torch.logaddexp(lse_BHt, block_lse)
-    anchor = total.masked_fill(total == -math.inf, 0)
-    old, new = (lse_BHt - anchor).exp(), (block_lse - anchor).exp()
-    out_BHtd.copy_(old[..., None] * out_BHtd + new[..., None] * block_out)
-    lse_BHt.copy_(total)
-    # /Q6.2
+def _by_head(x_BsHd):
+    """(B, H, s, d): a view in fp32 or float64, a copy in fp32 of a narrower dtype."""
+    return x_BsHd.transpose(1, 2).to(torch.promote_types(x_BsHd.dtype, torch.float32))
 
 
-def _by_head(x_BtHd):
-    """(B, H, t, d): a view, or a copy in fp32 of what is narrower."""
-    return x_BtHd.transpose(1, 2).to(torch.promote_types(x_BtHd.dtype, torch.float32))
+def _packed(k_BsKd, v_BsKd):
+    """Keys and values side by side in one message: (B, K, s, width of k + width of v)."""
+    return torch.cat([k_BsKd.transpose(1, 2), v_BsKd.transpose(1, 2)], dim=-1)
 
 
-def _attend(q_BtHd, visits, ring):
+def _unpacked(dkv, q):
+    """dk and dv (B, s, K, width) in q's dtype; dk is as wide as q."""
+    d = q.shape[-1]
+    return [x.transpose(1, 2).to(q.dtype) for x in (dkv[..., :d], dkv[..., d:])]
+
+
+# The two functions below and `visits` take turns. Each asks for the next visit only after it has
+# merged a block, so `visits` runs on from its `yield`, and waits, only then: post, compute, wait.
+
+
+def _attend(q_BsHd, width, visits, ring):
     """Attention of this rank's queries over the keys and values of all visits. Returns the output
-    (B, t, H, d) in q's dtype, and the log-sum-exp (B, H, t) of every row."""
-    q_BHtd = _by_head(q_BtHd)
-    out_BHtd = torch.zeros_like(q_BtHd, dtype=q_BHtd.dtype).transpose(1, 2)
-    lse_BHt = torch.full_like(q_BHtd[..., 0], -math.inf)
+    (B, s, H, width of v) in q's dtype, and the log-sum-exp (B, H, s) of every row."""
+    q_BHsd, d = _by_head(q_BsHd), q_BsHd.shape[-1]
+    out_BsHd = q_BHsd.new_zeros(*q_BsHd.shape[:3], width)
+    out_BHsd, lse_BHs = out_BsHd.transpose(1, 2), torch.full_like(q_BHsd[..., 0], -math.inf)
     for j, kv_j in visits:
-        if sight := ring.sight(j, q_BtHd.shape[1]):
+        if sight := ring.sight(j, q_BsHd.shape[1]):
             rows, columns, *seen = sight
-            k_BKtd, v_BKtd = kv_j[:, :, :, columns].to(q_BHtd.dtype)
-            block = block_forward(q_BHtd[:, :, rows], k_BKtd, v_BKtd, *seen)
-            merge(out_BHtd[:, :, rows], lse_BHt[:, :, rows], *block)
-    return out_BHtd.transpose(1, 2).to(q_BtHd.dtype), lse_BHt
+            kv = kv_j[:, :, columns].to(q_BHsd.dtype)
+            block = block_forward(q_BHsd[:, :, rows], kv[..., :d], kv[..., d:], *seen, ring.scale)
+            merge(out_BHsd[:, :, rows], lse_BHs[:, :, rows], *block)
+    return out_BsHd.to(q_BsHd.dtype), lse_BHs
 
 
-def _attend_backward(d_out_BtHd, q_BtHd, out_BtHd, lse_BHt, visits, ring, dq_BtHd):
-    """Yield, for each visit, what this rank's queries add to the gradients of its keys and values,
-    (2, B, K, t, d) in fp32 or wider; add what it adds to dq in place."""
-    d_out, q, out = (_by_head(x) for x in (d_out_BtHd, q_BtHd, out_BtHd))
-    dq = dq_BtHd.transpose(1, 2)
-    lse = lse_BHt.masked_fill(lse_BHt == -math.inf, 0)  # exp(-inf + inf) would not be a number
+def _attend_backward(d_out_BsHd, q_BsHd, out_BsHd, lse_BHs, visits, ring, dq_BsHd):
+    """Yield, for each visit, the gradient of its keys and values from this rank's queries, packed,
+    in fp32 or wider. Adds the gradient of the queries to dq in place."""
+    d_out, q, out = (_by_head(x) for x in (d_out_BsHd, q_BsHd, out_BsHd))
+    dq, d = dq_BsHd.transpose(1, 2), q.shape[-1]
+    lse = lse_BHs.masked_fill(lse_BHs == -math.inf, 0)  # exp(-inf + inf) is not a number
     for j, kv_j in visits:
         dkv_j = torch.zeros_like(kv_j, dtype=q.dtype)
         if sight := ring.sight(j, q.shape[2]):
             rows, columns, *seen = sight
-            k, v = kv_j[:, :, :, columns].to(q.dtype)
-            of_rows = d_out[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows]
-            dq_rows, *dkv = block_backward(*of_rows, *seen)
+            kv = kv_j[:, :, columns].to(q.dtype)
+            of_rows = [x[:, :, rows] for x in (d_out, q, out, lse)]
+            dq_rows, *dkv = block_backward(*of_rows, kv[..., :d], kv[..., d:], *seen, ring.scale)
             dq[:, :, rows] += dq_rows
-            dkv_j[:, :, :, columns] = torch.stack(dkv)
+            dkv_j[:, :, columns] = torch.cat(dkv, dim=-1)
         yield dkv_j
-
-
-def _packed(k_BtKd, v_BtKd):
-    """Keys and values as they travel, in one message: (2, B, K, t, d)."""
-    return torch.stack([k_BtKd.transpose(1, 2), v_BtKd.transpose(1, 2)])
-
-
-def _unpacked(dkv, like):
-    return tuple(x.transpose(1, 2).to(like.dtype) for x in dkv)
 
 
 # ── the ladder ───────────────────────────────────────────────────────────────────────────────
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """
-    forward   all_gather           k, v of every rank, which are kept
-    backward  reduce_scatter(SUM)  dk, dv of every rank
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, ring):
-        kv = _packed(k, v)
-        kv_n = kv.new_empty(ring.n, *kv.shape)
-        # all_gather over cp, 2·B·t·K·d from each: every rank now holds all keys and values
-        dist.all_gather_single(kv_n.flatten(0, 1), kv, group=ring.group)
-        out, lse = _attend(q, enumerate(kv_n), ring)
-        ctx.ring = ring
-        ctx.save_for_backward(q, kv_n, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        q, kv_n, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        visits = enumerate(kv_n)
-        dkv_n = torch.cat([*_attend_backward(d_out, q, out, lse, visits, ctx.ring, dq)])
-        dkv = dkv_n.new_empty(kv_n.shape[1:])
-        # reduce_scatter(SUM) over cp, 2·B·S·K·d: what all ranks' queries ask of our own keys
-        dist.reduce_scatter_single(dkv, dkv_n, group=ctx.ring.group)
-        return dq.to(q.dtype), *_unpacked(dkv, q), None
-
-
-def all_gather_attention(q, k, v, group, layout="zigzag", documents=None):
-    """Causal attention that fetches every key and value first: simple, not hidden, and of full
-    length in memory, which H/K query heads a key make bearable. As `ring_attention` otherwise.
-
-    Source: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
-    """
-    return _GatheredAttention.apply(q, k, v, _Ring.of(group, layout, documents))
-
-
-def _sum_on_the_way(dkv_by_visit, ring):
-    """The gradients of this rank's own keys and values, from what all ranks add to them."""
-    # Q6.5 *** Keys come by, and each rank adds to their gradient. How does the sum get home?
-    #          hint: it follows the keys, one hop behind, and makes one hop more than they do
-    sum_so_far = None
-    for dkv in dkv_by_visit:
-        if sum_so_far is not None:
-            dkv += sum_so_far()
-        sum_so_far = ring.hop(dkv)
-    return sum_so_far()
-    # /Q6.5
-
-
 class _RingAttention(torch.autograd.Function):
     """
     forward   n-1 hops of k, v
-    backward  n-1 hops of k, v again; n hops of dk, dv, the last of which takes them home
+    backward  n-1 hops of k, v again; n hops of dk, dv, of which the last takes them home
     """
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
-        out, lse = _attend(q, ring.visits(_packed(k, v)), ring)
+        out, lse = _attend(q, v.shape[-1], ring.visits(_packed(k, v)), ring)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -474,96 +504,226 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), *_unpacked(dkv, q), None
 
 
-def ring_attention(q, k, v, group, layout="zigzag", documents=None):
+def _sum_on_the_way(dkv_by_visit, ring):
+    """The gradient of this rank's own keys and values: the sum of what all ranks add to it."""
+    # Q6.5 *** Every rank adds to the gradient of the keys that visit it. How does the sum reach the
+    #          rank that owns the keys?
+    #          hint: the sum follows the keys, one hop behind, and makes one hop more than the keys
+    sum_so_far = None
+    for dkv in dkv_by_visit:
+        if sum_so_far is not None:
+            dkv += sum_so_far()
+        sum_so_far = ring.hop(dkv)
+    return sum_so_far()
+    # /Q6.5
+
+
+def ring_attention(q, k, v, group, layout="zigzag", documents=None, **options):
     """Causal attention in which keys and values go round while blocks are computed.
 
-    Args: q (B, t, H, d), k, v (B, t, K, d), this rank's tokens by `shard(..., group, layout)`,
-    equally many on every rank; K divides H. documents (B, S): the document of each token of the
-    *whole* sequence, the same on all ranks; a token sees its own alone, one of -1 sees nothing
-    and gets 0; a block's scores then stand in memory, (B, H, t, t). Returns (B, t, H, d). Sums in
-    fp32 or wider. Raises ValueError at a layout that is none, or that `shard` did not make.
+    Args: q (B, s, H, d), k (B, s, K, d), v (B, s, K, any width): this rank's tokens as made by
+    `shard(..., group, layout)`, equally many on every rank; K divides H. What a query may see:
+    documents (B, S), the document of each token of the *whole* sequence, or -1. A token sees its
+    own document only; a token of -1 sees nothing and gets 0. causal=False: later tokens too; then
+    pass length=S, unless S is n·s. window=w: of these, the tokens less than w positions away.
+    scale: the factor of the scores, by default d ** -0.5. With documents or a window, the scores of
+    a block, (B, H, s, s), stand in memory. `agree_on_sequence` compares the ranks' sequences.
+    Returns (B, s, H, width of v). Sums in fp32 or wider. Raises ValueError where these do not fit.
     Source: Liu et al., arXiv:2310.01889; striped: Brandon et al., arXiv:2311.09431.
     """
-    return _RingAttention.apply(q, k, v, _Ring.of(group, layout, documents))
+    _check(q, k, v)
+    return _RingAttention.apply(q, k, v, _Ring.of(group, layout, documents, options))
 
 
-def _trade(x, group, layout, heads_to_tokens):
-    """One all-to-all: from some tokens of all heads, (B, t, H, d), to all tokens of some heads,
+class _GatheredAttention(torch.autograd.Function):
+    """
+    forward   all_gather           k, v of every rank, which are kept
+    backward  reduce_scatter(SUM)  dk, dv of every rank
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        kv = _packed(k, v)
+        kv_n = kv.new_empty(ring.n, *kv.shape)
+        # all_gather over cp, 2·B·s·K·d from each: every rank now holds all keys and values
+        dist.all_gather_single(kv_n.flatten(0, 1), kv, group=ring.group)
+        out, lse = _attend(q, v.shape[-1], enumerate(kv_n), ring)
+        ctx.ring = ring
+        ctx.save_for_backward(q, kv_n, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, kv_n, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        visits = enumerate(kv_n)
+        dkv_n = torch.stack([*_attend_backward(d_out, q, out, lse, visits, ctx.ring, dq)])
+        received_n = torch.empty_like(dkv_n)
+        # all_to_all over cp, 2·B·s·K·d to each: every rank now holds all parts of its own dk, dv.
+        # With the sum it is a reduce-scatter; gloo's own sends twice as much, and blocks
+        dist.all_to_all_single(received_n, dkv_n, group=ctx.ring.group)
+        return dq.to(q.dtype), *_unpacked(received_n.sum(0), q), None
+
+
+def all_gather_attention(q, k, v, group, layout="zigzag", documents=None, **options):
+    """Causal attention that gathers all keys and values first. It is simple, hides no message, and
+    holds keys and values of the whole sequence, which are K/H of the size of all queries. Arguments
+    as in `ring_attention`. Source: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2."""
+    _check(q, k, v)
+    return _GatheredAttention.apply(q, k, v, _Ring.of(group, layout, documents, options))
+
+
+def _exchange(x, group, layout, heads_to_tokens):
+    """One all-to-all: from some tokens of all heads, (B, s, H, d), to all tokens of some heads,
     (B, S, h, d) in the order of positions; or back."""
     n = dist.get_world_size(group)
-    t = x.shape[1] if heads_to_tokens else x.shape[1] // n
-    order = _owned_exactly(t, n, layout).flatten().to(x.device)
-    # Q6.6 ** Each rank has a part of every head, and wants all of a part of them. What goes where?
-    #         hint: the first dimension of what is sent says to whom, of what came, from whom
+    s = x.shape[1] if heads_to_tokens else x.shape[1] // n
+    order = _owned_exactly(s, n, layout).flatten().to(x.device)
+    # Q6.6 ** Each rank holds some tokens of all heads and needs all tokens of some heads. Which
+    #         part of its tensor does a rank send to which rank?
+    #         hint: in what is sent, the first dimension is the receiver; in what came, the sender
     if heads_to_tokens:
-        out = rearrange(x, "b t (n h) d -> n b t h d", n=n).contiguous()
+        out = rearrange(x, "b s (n h) d -> n b s h d", n=n).contiguous()
     else:
-        out = rearrange(x[:, order], "b (n t) h d -> n b t h d", n=n).contiguous()
+        out = rearrange(x[:, order], "b (n s) h d -> n b s h d", n=n).contiguous()
     came = torch.empty_like(out)
-    # all_to_all over cp, 1/n of B·t·H·d to each: tokens arrive where their heads are, or return
+    # all_to_all over cp, 1/n of B·s·H·d to each: tokens arrive where their heads are, or return
     dist.all_to_all_single(came, out, group=group)
     if heads_to_tokens:
-        return rearrange(came, "n b t h d -> b (n t) h d")[:, order.argsort()]
-    return rearrange(came, "n b t h d -> b t (n h) d")
+        return rearrange(came, "n b s h d -> b (n s) h d")[:, order.argsort()]
+    return rearrange(came, "n b s h d -> b s (n h) d")
     # /Q6.6
 
 
-class _Trade(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     """
     forward   all_to_all       heads for tokens, or tokens for heads
     backward  all_to_all back  the other one
     """
 
     @staticmethod
-    def forward(ctx, x, *how):
-        ctx.group, ctx.layout, ctx.heads_to_tokens = how
-        return _trade(x, *how)
+    def forward(ctx, x, group, layout, heads_to_tokens):
+        ctx.back = group, layout, not heads_to_tokens
+        return _exchange(x, group, layout, heads_to_tokens)
 
     @staticmethod
     def backward(ctx, d_x):
-        return _trade(d_x, ctx.group, ctx.layout, not ctx.heads_to_tokens), None, None, None
+        return _exchange(d_x, *ctx.back), None, None, None
 
 
-def ulysses_attention(q, k, v, group, layout="contiguous", documents=None, attend=None):
-    """Causal attention in which each rank takes 1/n of the heads, and all tokens of those.
+def ulysses_attention(q, k, v, group, layout="contiguous", documents=None, attend=None, **options):
+    """Causal attention in which each rank computes 1/n of the heads, over all tokens.
 
-    `attend` is what each rank then does with its heads; by default it attends alone. Key/value
-    heads that n does not divide are repeated until it does, and autograd sums their gradients.
-    As `ring_attention` otherwise. Raises ValueError where n does not divide H.
+    `attend(q, k, v)` is what a rank does with its heads; by default it attends alone. Key/value
+    heads that n does not divide are repeated until n divides them, and autograd sums their
+    gradients. Arguments as in `ring_attention`. Raises ValueError if n does not divide H.
     Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
-    n, t, H, K = dist.get_world_size(group), q.shape[1], q.shape[2], k.shape[2]
+    _check(q, k, v)
+    n, s, H, K = dist.get_world_size(group), q.shape[1], q.shape[2], k.shape[2]
     if H % n:
-        fit = [degree for degree in range(1, H + 1) if H % degree == 0]
+        divisors = [degree for degree in range(1, H + 1) if H % degree == 0]
         raise ValueError(
             f"Ulysses over {n} ranks: they do not divide {H} query heads ({K} key/value heads, "
-            f"{n * t} tokens): use one of {fit}, or a ring, which divides tokens only"
+            f"{n * s} tokens): use one of {divisors}, or a ring, which divides tokens only"
         )
-    k, v = (x.repeat_interleave(math.lcm(K, n) // K, dim=2) for x in (k, v))
-    q, k, v = (_Trade.apply(x, group, layout, True) for x in (q, k, v))
     if attend is None:
-        attended = _RingAttention.apply(q, k, v, _Ring(1, 0, documents_BS=documents))
-    else:
-        attended = attend(q, k, v)
-    return _Trade.apply(attended, group, layout, False)
+        documents = _whole(documents, n * s, _multiple(n, layout))
+        alone = _Ring(1, 0, documents=documents, **options)
+        attend = lambda q, k, v: _RingAttention.apply(q, k, v, alone)
+    k, v = (x.repeat_interleave(math.lcm(K, n) // K, dim=2) for x in (k, v))
+    q, k, v = (_Exchange.apply(x, group, layout, True) for x in (q, k, v))
+    return _Exchange.apply(attend(q, k, v), group, layout, False)
 
 
-def ulysses_ring_attention(q, k, v, group, ring_group, layout="zigzag", documents=None):
-    """Ulysses over `group`, where links are fast, and of what that gives each rank, a ring over
-    `ring_group`: more ranks than heads, in fewer hops. As `ring_attention` otherwise, but a rank's
-    tokens are `shard(shard(x, ring_group, layout, inner=u), group, "contiguous")`, u the size of
-    `group`. Source: Fang & Zhao, USP, arXiv:2405.07719.
-    """
-    ring = partial(ring_attention, group=ring_group, layout=layout, documents=documents)
+def ulysses_ring_attention(q, k, v, group, ring_group, layout="zigzag", documents=None, **options):
+    """Ulysses over `group`, where links are fast, and a ring over `ring_group` for the heads that a
+    rank then has: for more ranks than heads, in fewer hops. A rank's tokens are
+    `shard(shard(x, ring_group, layout, inner=u), group, "contiguous")`, u the size of `group`.
+    Other arguments as in `ring_attention`. Source: Fang & Zhao, USP, arXiv:2405.07719."""
+    u, n = dist.get_world_size(group), dist.get_world_size(ring_group)
+    documents = _whole(documents, q.shape[1] * u * n, _multiple(n, layout, u))
+    ring = partial(ring_attention, group=ring_group, layout=layout, documents=documents, **options)
     return ulysses_attention(q, k, v, group, attend=ring)
 
 
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
+# ── what a library adds: more masks than causal, and refusals ────────────────────────────────
+
+
+def masked_sight(queries_s, keys_s, ring):
+    """What queries at ascending positions see of keys at ascending positions, a Sight with a mask
+    unless all of what it is cut to is seen. Padding is never seen."""
+    tokens, documents = ring.n * len(keys_s), ring.documents
+    S = ring.length or (tokens if documents is None else documents.shape[1])
+    if not ring.causal and ring.window is None and documents is None:  # no scores to be masked
+        columns = slice(0, int((keys_s < S).sum()))
+        return Sight(slice(0, len(queries_s)), columns, False, None) if columns.stop else None
+    distance = queries_s[:, None] - keys_s
+    seen = (distance.abs() < (ring.window or tokens)) & (keys_s < S)
+    seen = (seen & (distance >= 0) if ring.causal else seen)[None]
+    if documents is not None:
+        whole_BS = _whole(documents, tokens, _multiple(ring.n, ring.layout))
+        query_documents, key_documents = whole_BS[:, queries_s, None], whole_BS[:, None, keys_s]
+        seen = seen.to(documents.device) & (query_documents == key_documents)
+        seen = seen & (query_documents >= 0)
+    if not seen.any():
+        return None
+    rows, columns = (_span(seen.any(0).any(dim)) for dim in (1, 0))
+    mask = seen[:, rows, columns]
+    return Sight(rows, columns, False, None if mask.all() else mask[:, None])
+
+
+def _span(flags):
+    """The slice from the first True to the last True."""
+    first, last = flags.nonzero().flatten()[[0, -1]].tolist()
+    return slice(first, last + 1)
+
+
+def _whole(documents_BS, tokens, multiple):
+    """Documents of a whole sequence, padded with -1 to `tokens`. shard() pads by less than
+    `multiple`, so shorter documents are not of the whole sequence: of one rank's part, say."""
+    if documents_BS is None:
+        return None
+    padding = tokens - documents_BS.shape[1]
+    if not 0 <= padding < multiple:
+        raise ValueError(
+            f"documents of {tokens - padding} tokens, for {tokens} tokens on all ranks together: "
+            f"pass those of the whole sequence, or pad them with -1 to {tokens}"
+        )
+    return F.pad(documents_BS, (0, padding), value=-1)
+
+
+def _check(q, k, v):
+    """Raise ValueError unless queries, keys and values fit each other."""
+    H, K = q.shape[2], k.shape[2]
+    if H % K:
+        raise ValueError(f"{K} key/value heads do not divide {H} query heads")
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v)))
+        raise ValueError(f"{shapes}: only q may have more heads, and v another width, than k")
+
+
+def agree_on_sequence(x_BS, group, layout="zigzag", **options):
+    """Raise Disagreement unless all ranks shard the same whole sequences x (B, S) in the same way,
+    with the same options of `ring_attention`. Call it once, before the first attention: lengths
+    that differ end in an abort, and tokens or documents that differ in wrong numbers."""
+    lines = []
+    for name, value in {"tokens": x_BS, "layout": layout, **options}.items():
+        if torch.is_tensor(value):
+            digest = sha256(str(value.tolist()).encode()).hexdigest()[:8]
+            value = f"of shape {tuple(value.shape)}, {value.dtype}, digest {digest}"
+        lines.append(f"{name} {value}")
+    agree(lines, group)
+
+
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
+
+from contextlib import contextmanager
 
 
 @contextmanager
 def kept_bytes():
-    """{storage: bytes} of all that autograd keeps for backward while this is open."""
+    """Collect {storage: bytes} of all that autograd keeps for backward while this is open."""
     kept = {}
     keep = lambda x: kept.update({x.untyped_storage()._cdata: x.untyped_storage().nbytes()}) or x
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -572,145 +732,169 @@ def kept_bytes():
 
 class Case:
     """Whole sequences, the same on every rank, and what the twin makes of them: `expected`, the
-    output and dq, dk, dv. With `logit`, that is added to all scores of the later half's keys."""
+    output and dq, dk, dv. `logit` is added to all scores of the later half's keys; `width` is that
+    of value heads; options are those of `ring_attention`."""
 
-    def __init__(self, S, H, K, device, packed=False, logit=0.0, d=8, B=2):
+    def __init__(self, S, H, K, device, logit=0.0, packed=False, d=8, width=8, B=2, **options):
         draw = torch.Generator().manual_seed(0)
         normal = partial(torch.randn, generator=draw, dtype=torch.float64)
-        q, k, v, self.d_out = (normal(B, S, heads, d) for heads in (H, K, K, H))
+        shapes = (B, S, H, d), (B, S, K, d), (B, S, K, width), (B, S, H, width)
+        q, k, v, d_out = (normal(*shape) for shape in shapes)
         if logit:
             q[..., 0], k[..., 0] = logit * math.sqrt(d), (torch.arange(S) >= S // 2)[:, None]
         documents_BS = (torch.rand(B, S, generator=draw) < 4 / S).cumsum(1).to(device)
-        self.documents = documents_BS if packed else None
+        documents = documents_BS if packed else None
+        self.options = dict(documents=documents, length=S, **options)
         self.qkv = [x.to(device).requires_grad_() for x in (q, k, v)]
-        self.d_out = self.d_out.to(device)
-        out = causal_attention(*self.qkv, self.documents)
+        self.d_out = d_out.to(device)
+        distance = (torch.arange(S)[:, None] - torch.arange(S)).to(device)
+        visible = distance.abs() < options.get("window", S)
+        if options.get("causal", True):
+            visible &= distance >= 0
+        out = causal_attention(*self.qkv, documents, options.get("scale"), visible)
         self.expected = [out.detach(), *torch.autograd.grad(out, self.qkv, self.d_out)]
 
     def run(self, attend, cut):
-        """Attend on this rank's part, padded with 1000s. Returns the output and gradients found,
-        the largest error, bytes sent, and bytes kept for backward."""
+        """Attend on this rank's part, padded with 1000s. Returns the output and gradients, the
+        largest error, bytes sent, and bytes kept for backward."""
         q, k, v = (cut(x.detach(), fill=1e3).requires_grad_() for x in self.qkv)
         with Ledger() as ledger:
             with kept_bytes() as kept:
-                out = attend(q, k, v, documents=self.documents)
+                out = attend(q, k, v, **self.options)
             out.backward(cut(self.d_out))
-        out = out.detach() * cut(torch.ones_like(self.d_out))  # whatever padding got is dropped
-        found = [out, q.grad, k.grad, v.grad]
-        error = max(relative_error(x, cut(y)) for x, y in zip(found, self.expected))
-        return found, error, sum(ledger.sent.values()), sum(kept.values())
+        out = out.detach() * cut(torch.ones_like(self.d_out))  # the output of padding is dropped
+        results = [out, q.grad, k.grad, v.grad]
+        error = max(relative_error(x, cut(y)) for x, y in zip(results, self.expected))
+        return results, error, sum(ledger.sent.values()), sum(kept.values())
 
 
 def two_groups(n, patience):
     """This rank's Ulysses group, of neighbours, and its ring, as near to square as n allows."""
     u = max(u for u in range(1, n + 1) if n % u == 0 and u * u <= n)
-    grid, mine = torch.arange(n).view(n // u, u), []
+    grid, groups = torch.arange(n).view(n // u, u), []
     for ranks in (*grid.tolist(), *grid.T.tolist()):  # in this order on every rank
         group = dist.new_group(ranks, timeout=timedelta(seconds=patience))
-        mine += [group] if dist.get_rank() in ranks else []
-    return mine
+        groups += [group] if dist.get_rank() in ranks else []
+    return groups
 
 
-def attention_rows(group, pair, device, B=2, K=2, d=8):
-    """Every way to attend, beside the twin, on a length that no layout divides."""
+def by_hand_row(group, device):
+    """The ring by hand beside the twin: its output. Keys and values are sent n-1 times."""
+    n, cut = dist.get_world_size(group), partial(shard, group=group, layout="contiguous")
+    case = Case(16 * n, 4, 4, device)
+    q, k, v = (cut(x.detach()).transpose(1, 2) for x in case.qkv)
+    with Ledger() as ledger:
+        out = ring_by_hand(q, k, v, group)
+    error = relative_error(out.transpose(1, 2), cut(case.expected[0]))
+    sent = sum(ledger.sent.values()), (n - 1) * (k.nbytes + v.nbytes)
+    return Row("ring by hand, forward", error, sent)
+
+
+def attention_rows(group, pair, device, K=2):
+    """Every way to attend, beside the twin, on a length that no layout divides. The formulas count
+    heads: one head is d elements of q or k, and one value, for each token of this rank."""
     n, u, m = (dist.get_world_size(some) for some in (group, *pair))
-    S, H = 16 * n + 3, 4 * n
-    plain, packed = (Case(S, H, K, device, packed) for packed in (False, True))
-    high, low = (Case(S, H, K, device, logit=logit) for logit in (1e4, -1e4))
-    # in heads of this rank's tokens; key/value heads are sent and kept in pairs
-    around = lambda n, K: (2 * (n - 1) + 2 * (n - 1) + 2 * n) * K if n > 1 else 0
-    traded = lambda n, K: 2 * (n - 1) / n * (2 * H + 2 * K)
-    Kn, Ku = math.lcm(K, n), math.lcm(K, u)
-
-    def by(attend, layout):
-        given = dict(group=group, layout=layout)
-        return partial(attend, **given), partial(shard, **given)
-
-    zigzag, both = by(ring_attention, "zigzag"), partial(ulysses_ring_attention, group=pair[0])
+    H, case = 4 * n, partial(Case, 16 * n + 3, 4 * n, K, device)
+    Kn, Ku = math.lcm(K, n), math.lcm(K, u)  # key/value heads, as Ulysses repeats them
+    around = lambda n, K: (3 * n - 2) * K if n > 1 else 0
+    traded = lambda n, K: 2 * (n - 1) / n * (H + K)
+    whole = {"group": group, "layout": "zigzag"}
+    pairs = {"group": pair[0], "ring_group": pair[1]}
+    ring = "ring", partial(ring_attention, **whole), around(n, K), K
+    gather = "all-gather", partial(all_gather_attention, **whole), 2 * (n - 1) * K, n * K
+    ulysses = "Ulysses", partial(ulysses_attention, **whole), traded(n, Kn), Kn
+    heads_sent = traded(u, Ku) + around(m, Ku)
+    both = f"Ulysses {u}×{m} ring", partial(ulysses_ring_attention, **pairs), heads_sent, Ku
+    plain = case()
+    claims = [(*way, "zigzag", "", plain) for way in (ring, gather, ulysses, both)]
+    claims += [(*ring, layout, "", plain) for layout in ("contiguous", "striped")]
+    claims += [(*ring, "zigzag", ", written out", plain)]
+    claims += [(*ring, "zigzag", f", scores of {x:,}", case(logit=x)) for x in (10_000, -10_000)]
+    others = {
+        ", packed documents": case(packed=True),
+        ", a window of 7": case(window=7),
+        ", not causal, scale, width": case(causal=False, scale=0.5, width=12),
+    }
+    ways = ring, gather, ulysses, both
+    claims += [(*way, "zigzag", *other) for other in others.items() for way in ways]
     outer = partial(shard, group=pair[1], inner=u)
-    inner = lambda x, fill=0: shard(outer(x, fill=fill), pair[0], "contiguous", fill)
-    claims = [  # name, attention and sharding, case, heads sent, key/value heads kept
-        ("ring, contiguous", by(ring_attention, "contiguous"), plain, around(n, K), K),
-        ("ring, striped", by(ring_attention, "striped"), plain, around(n, K), K),
-        ("ring, zigzag", zigzag, plain, around(n, K), K),
-        ("ring, zigzag, written out", zigzag, plain, around(n, K), K),
-        ("ring, zigzag, packed documents", zigzag, packed, around(n, K), K),
-        ("ring, zigzag, scores of 10,000", zigzag, high, around(n, K), K),
-        ("ring, zigzag, scores of -10,000", zigzag, low, around(n, K), K),
-        ("all-gather, zigzag", by(all_gather_attention, "zigzag"), plain, 4 * (n - 1) * K, n * K),
-        ("Ulysses, contiguous", by(ulysses_attention, "contiguous"), plain, traded(n, Kn), Kn),
-        ("Ulysses, zigzag, packed", by(ulysses_attention, "zigzag"), packed, traded(n, Kn), Kn),
-        (f"Ulysses {u} × ring {m}, packed", (partial(both, ring_group=pair[1]), inner), packed,
-         traded(u, Ku) + around(m, Ku), Ku),
-    ]  # fmt: skip
     rows = []
-    for name, (attend, cut), case, heads_sent, K_kept in claims:
-        with patch.dict(FUSED, clear="written out" in name):
+    for name, attend, heads_sent, K_kept, layout, of, case in claims:
+        cut = partial(shard, group=group, layout=layout)
+        if "×" in name:
+            cut = lambda x, fill=0: shard(outer(x, fill=fill), pair[0], "contiguous", fill)
+        else:
+            attend = partial(attend, layout=layout)
+        with patch.dict(FUSED, clear="written out" in of):
             _, error, sent, kept = case.run(attend, cut)
-        head = 8 * B * cut(case.d_out).shape[1] * d
-        held = head * (2 * H + 2 * K_kept) + head // d * H  # q, out, k, v; log-sum-exp
+        tokens_8 = 8 * len(case.d_out) * cut(case.d_out).shape[1]
+        head = tokens_8 * (case.qkv[0].shape[-1] + case.qkv[2].shape[-1])
+        held = head * (H + K_kept) + tokens_8 * H  # q, out, k, v; log-sum-exp
+        name += f", {layout}" * (layout != "zigzag") + of
         rows.append(Row(name, error, (sent, head * heads_sent), (kept, held)))
     return rows
 
 
 def sum_over_ranks(tensors, group):
-    """Parameters are on every rank, and each rank's gradients come from its own tokens."""
+    """Sum in place, over ranks: each rank's gradients come from its own tokens only."""
     for x in tensors:
         # all_reduce(SUM) over cp, one tensor: every rank now holds the sum over all tokens
         dist.all_reduce(x, group=group)
+    return tensors
 
 
 def model_row(group, device, K=2, d=8):
-    """The model beside its twin: loss and gradients; and a rank's activations, which must be 1/n
-    of what the same code keeps where it has the whole sequence."""
-    n, S = dist.get_world_size(group), 16 * dist.get_world_size(group) - 3
-    draw = torch.Generator().manual_seed(0)
+    """The model beside its twin: loss and gradients. A rank's activations must be 1/n of what the
+    same code keeps where one rank has the whole sequence."""
+    n = dist.get_world_size(group)
+    draw, S, s = torch.Generator().manual_seed(0), 16 * n, 16
     x_BS = torch.randint(256, (1, S), generator=draw).to(device)
     documents_BS = (torch.rand(1, S, generator=draw) < 0.1).cumsum(1).to(device)
     y_BS = next_tokens(x_BS, documents_BS)
+    assert len(x_BS.unique()) > S // 2 and len(y_BS.unique()) > S // 2, "a trivial batch"
 
-    def backward(x, y, at, attend, valid):
+    def backward(x, y, positions_s, attend, num_labels):
         torch.manual_seed(0)
         model = LanguageModel(K=K, d=d, layers=1).double().to(device)
         with kept_bytes() as kept:
-            logits = model(x, at, partial(attend, documents=documents_BS))
-        loss = loss_share(logits, y, valid)
+            logits = model(x, positions_s, partial(attend, documents=documents_BS))
+        loss = local_loss(logits, y, num_labels)
         loss.backward()
         for param in model.parameters():
             kept.pop(param.untyped_storage()._cdata, None)
         return [loss.detach(), *(p.grad for p in model.parameters())], sum(kept.values())
 
-    wanted, _ = backward(x_BS, y_BS, torch.arange(S), causal_attention, (y_BS != -100).sum())
-    mine, labels = positions(S, group), shard(y_BS, group, fill=-100)
-    alone = lambda *qkv, documents: _RingAttention.apply(*qkv, _Ring(1, 0, documents_BS=documents))
-    x_padded, y_padded = F.pad(x_BS, (0, n * len(mine) - S)), F.pad(y_BS, (0, n * len(mine) - S))
-    _, kept_alone = backward(x_padded, y_padded, torch.arange(n * len(mine)), alone, 1)
+    twin = x_BS, y_BS, torch.arange(S)
+    expected, _ = backward(*twin, causal_attention, (y_BS != -100).sum())
+    alone = lambda *qkv, documents: _RingAttention.apply(*qkv, _Ring(1, 0, documents=documents))
+    _, kept_alone = backward(*twin, alone, torch.tensor(1))
+    cut = partial(shard, group=group)
     with Ledger() as ledger:
-        valid = valid_tokens(labels, group)
-        attend = partial(ring_attention, group=group)
-        found, kept = backward(shard(x_BS, group), labels, mine, attend, valid)
-        sum_over_ranks(found, group)
-    around = (6 * n - 4) * K * 8 * len(mine) * d if n > 1 else 0
-    sent = around + 2 * (n - 1) / n * sum(x.nbytes for x in (valid, *found))
-    error = max(relative_error(x, y) for x, y in zip(found, wanted))
+        num_labels = count_labels(cut(y_BS), group)
+        here = cut(x_BS), cut(y_BS), positions(S, group)
+        results, kept = backward(*here, partial(ring_attention, group=group), num_labels)
+        sum_over_ranks(results, group)
+    around = (6 * n - 4) * K * 8 * s * d if n > 1 else 0
+    sent = around + 2 * (n - 1) / n * sum(x.nbytes for x in (num_labels, *results))
+    error = max(relative_error(x, y) for x, y in zip(results, expected))
     name = "model: loss, gradients; kept 1/n"
     return Row(name, error, (sum(ledger.sent.values()), sent), (kept, kept_alone / n))
 
 
-def merge_unshifted(out_BHtd, lse_BHt, block_out, block_lse):
+def merge_unshifted(out_BHsd, lse_BHs, block_out, block_lse):
     """Wrong on purpose: nothing is subtracted before exp, which overflows from 710 on."""
-    old, new = lse_BHt.exp()[..., None], block_lse.exp()[..., None]
-    out_BHtd.copy_((old * out_BHtd + new * block_out) / (old + new))
-    lse_BHt.copy_((old + new).log()[..., 0])
+    old, new = lse_BHs.exp()[..., None], block_lse.exp()[..., None]
+    out_BHsd.copy_((old * out_BHsd + new * block_out) / (old + new))
+    lse_BHs.copy_((old + new).log()[..., 0])
 
 
 def stop_short(dkv_by_visit, ring):
-    """Wrong on purpose: n-1 hops, as keys make, leave each sum one rank before its home."""
-    came = lambda: 0
+    """Wrong on purpose: after n-1 hops, as keys make, each sum is one rank before its home."""
+    arrived = lambda: 0
     for dkv in dkv_by_visit:
-        dkv += came()
-        came = ring.hop(dkv)
-    came()
+        dkv += arrived()
+        arrived = ring.hop(dkv)
+    arrived()
     return dkv
 
 
@@ -718,37 +902,37 @@ def wrong_rows(group, device):
     """What goes wrong most often, and the error that it must show. Zigzag, no padding."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     S, H, K, cut = 16 * n, 4, 2, partial(shard, group=group)
-    attend, here = partial(ring_attention, group=group), globals()
+    attend, chapter = partial(ring_attention, group=group), globals()
     case = Case(S, H, K, device, logit=1e4)
-    with patch.dict(here, merge=merge_unshifted):
+    with patch.dict(chapter, merge=merge_unshifted):
         (out, *_), *_ = case.run(attend, cut)
     right, early = case.expected[0], (torch.arange(S, device=device) < S // 2)[:, None, None]
-    lost = relative_error(cut(right * early), cut(right))
+    predicted = relative_error(cut(right * early), cut(right))
     error = relative_error(out.nan_to_num(), cut(right))
-    rows = [Row("merge without maximum, NaN as 0", error, wrong=lost)]
+    rows = [Row("merge without maximum, NaN as 0", error, wrong=predicted)]
     if n == 1:
         return rows
 
     case = Case(S, H, K, device)
-    with patch.dict(here, _sum_on_the_way=stop_short):
+    with patch.dict(chapter, _sum_on_the_way=stop_short):
         (_, _, dk, _), *_ = case.run(attend, cut)
-    owned_nt = _owned(S, n, "zigzag")
-    mine, of_next = (case.expected[2][:, owned_nt[rank % n]] for rank in (r, r + 1))
-    error, predicted = relative_error(dk, mine), relative_error(of_next, mine)
+    owned_ns = _owned(S, n, "zigzag")
+    right, of_next = (case.expected[2][:, owned_ns[rank % n]] for rank in (r, r + 1))
+    error, predicted = relative_error(dk, right), relative_error(of_next, right)
     rows += [Row("dk, dv one hop short", error, wrong=predicted)]
 
     q, k, v = (x.detach() for x in case.qkv)
     offset = torch.arange(S // n) + r * (S // n)
     out = attend(*(rotate(cut(x), offset) for x in (q, k)), cut(v))
     full = lambda at: cut(causal_attention(rotate(q, at), rotate(k, at), v))
-    right, wrong = full(torch.arange(S)), full(owned_nt.flatten().argsort())
+    right, wrong = full(torch.arange(S)), full(owned_ns.flatten().argsort())
     error, predicted = relative_error(out, right), relative_error(wrong, right)
     rows += [Row("rotary offset by rank", error, wrong=predicted)]
 
     logits = torch.zeros(1, S // n, 256, device=device)
-    labels = torch.full((1, S // n), -100 if r else 7, device=device)  # those of rank 0 count
-    mean = loss_share(logits, labels, valid_tokens(labels, group))
-    of_means = loss_share(logits, labels, (labels != -100).sum().clamp(min=1)) / n
+    labels = torch.full((1, S // n), -100 if r else 7, device=device)  # only rank 0's count
+    mean = local_loss(logits, labels, count_labels(labels, group))
+    of_means = local_loss(logits, labels, (labels != -100).sum()) / n
     sum_over_ranks([mean, of_means], group)
     return [*rows, Row("mean of local means", relative_error(of_means, mean), wrong=1 - 1 / n)]
 
@@ -756,11 +940,11 @@ def wrong_rows(group, device):
 def work(S, n, layout):
     """Pairs of query and key that a ring of n computes, (n ranks, n steps), by the same `sight`
     that attention asks."""
-    pairs, t = torch.zeros(n, n, dtype=torch.long), _owned(S, n, layout).shape[1]
+    pairs, s = torch.zeros(n, n, dtype=torch.long), _owned(S, n, layout).shape[1]
     for r in range(n):
         ring = _Ring(n, r, layout=layout)
         for step in range(n):
-            if sight := ring.sight((r - step) % n, t):
+            if sight := ring.sight((r - step) % n, s):
                 rows, columns = (part.stop - part.start for part in sight[:2])
                 pairs[r, step] = rows * (rows + 1) // 2 if sight.causal else rows * columns
     return pairs
@@ -793,8 +977,10 @@ def plot(n, path):
         axis.set_yticks(range(n), [f"rank {r}" for r in range(n)], fontsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlim(right=(2 * n - 1) / n)
     axes[-1].set_xlabel(
-        f"time to attend to {12 * n} tokens, in fair shares; dotted: the end of a step"
+        f"causal attention over {12 * n} tokens: work relative to a perfectly balanced ring; "
+        "dotted: the end of a step"
     )
     figure.savefig(path, dpi=120)
     print(f"drew {path}")
@@ -805,44 +991,53 @@ def plot(n, path):
 ATTENTION = dict(ring=ring_attention, gather=all_gather_attention, ulysses=ulysses_attention)
 
 
+def train_step(model, optimizer, x_BS, y_BS, group, attend, layout):
+    """One step on whole sequences, of which this rank computes its own tokens. Returns the loss of
+    the whole step. A step without a label changes nothing, on all ranks alike."""
+    cut = partial(shard, group=group, layout=layout)
+    labels = cut(y_BS, fill=-100)
+    num_labels = count_labels(labels, group)
+    logits = model(cut(x_BS), positions(x_BS.shape[1], group, layout), attend)
+    loss = local_loss(logits, labels, num_labels)
+    loss.backward()
+    loss, *_ = sum_over_ranks([loss.detach(), *(p.grad for p in model.parameters())], group)
+    if num_labels > 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train(args, group, device):
-    """Train on one long sequence a step, 1/n of it on this rank, and say what is kept."""
-    S = args.length
+    """Train on one long sequence a step, 1/n of it on this rank. Returns the model."""
+    S, layout = args.length, args.layout
     text = read_text(args.text, S + 1)
     torch.manual_seed(0)
     model = LanguageModel().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    attend = partial(ATTENTION[args.attention], group=group, layout=args.layout)
-    cut, mine = partial(shard, group=group, layout=args.layout), positions(S, group, args.layout)
-    scores = 4 * len(model.blocks) * 8 * S**2
-    say(f"{args.attention}, {args.layout}, {S} tokens: unigrams {unigram_entropy(text):.2f} nats")
+    attend = partial(ATTENTION[args.attention], group=group, layout=layout)
+    agree_on_sequence(sample(text, 0, 1, S)[0], group, layout)
+    say(f"{args.attention}, {layout}, {S} tokens: unigrams {unigram_entropy(text):.2f} nats")
     for step in range(args.steps):
-        x_BS, y_BS = (x.to(device) for x in sample(text, step, 1, S))
-        labels = cut(y_BS, fill=-100)
+        batch = (x.to(device) for x in sample(text, step, 1, S))
         with kept_bytes() as kept:
-            logits = model(cut(x_BS), mine, attend)
-            loss = loss_share(logits, labels, valid_tokens(labels, group))
-        loss.backward()
-        loss = loss.detach()
-        sum_over_ranks([loss, *(param.grad for param in model.parameters())], group)
-        optimizer.step()
-        optimizer.zero_grad()
+            loss = train_step(model, optimizer, *batch, group, attend, layout)
         if step % 5 == 0 or step == args.steps - 1:
             say(f"step {step:3}  loss {loss:.3f}")
+    scores = 4 * len(model.blocks) * 8 * S**2
     say(
         f"a rank kept {sum(kept.values()) / 1e6:.1f} MB for backward, parameters and all; "
         f"the scores of full attention alone would be {scores / 1e6:,.0f} MB"
     )
-    return 0
+    return model
 
 
 def main(args, device):
-    """Prove, say how even the work is, train. 0 if every row is as claimed."""
+    """Prove, say how even the work is, train or draw. Returns 0 if every row is as claimed."""
     group, n = dist.group.WORLD, dist.get_world_size()
     say(f"06 context parallel · {n} ranks · {dist.get_backend()} · {device.type} · float64")
     pair = two_groups(n, args.timeout)
-    rows = attention_rows(group, pair, device) + [model_row(group, device)]
-    if prove(rows + wrong_rows(group, device), device):
+    rows = [by_hand_row(group, device), *attention_rows(group, pair, device)]
+    if prove([*rows, model_row(group, device), *wrong_rows(group, device)], device):
         return 1
     for layout in LAYOUTS:
         pairs = work(12 * n, n, layout)
@@ -850,11 +1045,13 @@ def main(args, device):
         say(f"{layout:11} {12 * n} tokens, pairs by rank {each}: {efficiency(pairs):.3f} efficient")
     if args.plot and dist.get_rank() == 0:
         plot(n, args.plot)
-    return train(args, group, device) if args.steps > 0 else 0
+    if args.steps and not args.plot:
+        train(args, group, device)
+    return 0
 
 
 def validate(args, ranks):
-    """Raises ValueError, with a sentence, at what cannot work, before any process starts."""
+    """Raise ValueError, with a sentence, at what cannot work, before any process starts."""
     if args.length < 1:
         raise ValueError(f"--length {args.length}: at least one token is needed")
     if args.attention == "ulysses" and 8 % ranks:
@@ -1125,9 +1322,9 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=20)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--attention", choices=ATTENTION, default="ring")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
-    parser.add_argument("--plot", metavar="PNG", help="draw the work of each rank and step")
+    parser = arguments(__doc__, ranks=4, steps=20, plot="the work of each rank and step, by layout")
+    add = parser.add_argument
+    add("--length", type=int, default=4096, help="tokens of a sequence")
+    add("--attention", choices=ATTENTION, default="ring", help="how keys meet queries in training")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank holds")
     launch(main, parser.parse_args(), validate)
