@@ -309,6 +309,10 @@ class _Ring:
     window: int = None
     scale: float = None
 
+    def __post_init__(self):
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window {self.window}: a token sees itself at least, so 1 or more")
+
     @classmethod
     def of(cls, group, layout, documents, options):
         place = dist.get_world_size(group), dist.get_rank(group), group, layout
@@ -655,6 +659,8 @@ def masked_sight(queries_s, keys_s, ring):
     unless all of what it is cut to is seen. Padding is never seen."""
     tokens, documents = ring.n * len(keys_s), ring.documents
     S = ring.length or (tokens if documents is None else documents.shape[1])
+    if S > tokens:
+        raise ValueError(f"length {S}: shard() gave the ranks {tokens} tokens together")
     if not ring.causal and ring.window is None and documents is None:  # no scores to be masked
         columns = slice(0, int((keys_s < S).sum()))
         return Sight(slice(0, len(queries_s)), columns, False, None) if columns.stop else None
