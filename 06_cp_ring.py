@@ -35,7 +35,7 @@ Questions  Q6.1 * who holds which chunk?       Q6.2 ** how do two blocks become 
            Q6.3 ** post, compute, wait?        Q6.4 ** what does backward recompute?
            Q6.5 *** how do dk, dv get home?    Q6.6 ** which heads does each rank get?
 """
-# n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
+# n ranks · r this rank · B sequences · S tokens of a sequence · s tokens of this rank · D width
 # H query heads · K key/value heads · d width of a head · V vocabulary
 
 import math
