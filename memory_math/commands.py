@@ -4,7 +4,7 @@ A command is a function `run_NAME`. Its parameters that are annotated with a hel
 It returns rows (a table) and notes (lines). A key that starts with _ is for --json alone.
 """
 
-import argparse
+import argparse  # noqa: I001
 import ast
 import importlib.util
 import inspect
@@ -19,67 +19,18 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 import memory_math
-from memory_math import (
-    CONVENTIONS,
-    FOLDER,
-    HOURS_PER_FAILURE,
-    MAY_BE_0,
-    PEAKS,
-    SCHEDULES,
-    GiB,
-    Layout,
-    Topology,
-    as_flags,
-    bubble,
-    busiest,
-    check_schedule,
-    chinchilla_tokens,
-    count_active,
-    count_parameters,
-    daly_interval,
-    data,
-    data_sheet,
-    effective_batch,
-    estimate,
-    flags_of,
-    flops_per_token,
-    gpu_hours,
-    group_size,
-    grouped,
-    heaviest,
-    hfu,
-    hours_between_failures,
-    in_flight,
-    kept_activations,
-    local_parameters,
-    lost_share,
-    lr_scale,
-    mbu,
-    megatron_activations,
-    mfu_of,
-    model_from_config,
-    nearest,
-    offload_bytes,
-    one_of_each,
-    parameters_by_kind,
-    peak_flops,
-    placed_layers,
-    preset,
-    remedies,
-    replace,
-    ring_all_reduce_bytes,
-    sent,
-    symbols,
-    total,
-    traffic,
-    training_days,
-    training_flops,
-    validate,
-    way_out,
-    weights,
-    young_interval,
-    zero_bytes,
-)  # fmt: skip
+from memory_math import (  # noqa: I001
+    as_flags, attention_flops, bubble, busiest, check_schedule, chinchilla_tokens, CONVENTIONS,
+    count_active, count_parameters, daly_interval, data, data_sheet, dense_layer_keeps,
+    effective_batch, estimate, flags_of, flops_per_token, FOLDER, GiB, gpu_hours, group_size,
+    grouped, heaviest, hfu, hours_between_failures, HOURS_PER_FAILURE, in_flight,
+    kept_activations, Layout, local_parameters, lost_share, lr_scale, MAY_BE_0, mbu,
+    megatron_activations, mfu_of, model_from_config, nearest, offload_bytes, one_of_each,
+    parameters_by_kind, PARTS, peak_flops, PEAKS, placed_layers, preset, remedies, replace,
+    ring_all_reduce_bytes, ring_share_bytes, SCHEDULES, sent, state_items, symbols, Topology,
+    total, tp_layer_traffic, traffic, training_days, training_flops, validate, way_out, weights,
+    young_interval, zero_bytes, zero_traffic,
+)
 
 # ── the guide's claims: the one place where a formula is text, since it is shown beside its value ─
 
@@ -109,9 +60,36 @@ def substituted(formula, names):
 
 
 LEGEND = data("legend")["letters"]
+
+
+def held(part, params, ranks=1, stage=0, recipe="bf16"):
+    """Bytes of one part of a parameter's state on a rank: a name of `state_items`, or moments, or
+    optimizer (moments and master copy)."""
+    items, moments = state_items(int(params), int(ranks), stage, recipe), PARTS[-2:]
+    groups = {"moments": moments, "optimizer": ("fp32 master", *moments)}
+    return sum(items[name] for name in groups.get(part, [part]))
+
+
+def layer_input(batch, seq, width):
+    """Bytes of the input of a layer: what full recompute keeps."""
+    return dense_layer_keeps(batch, seq, width, 1, 1, 1, 1)["norm of attention: input"]
+
+
+def calls(transfers, collective=""):
+    """Number of calls in a list of `Transfer`: of one collective, or of all."""
+    return sum(x.count for x in transfers if collective in x.collective)
+
+
+def one_call(transfers):
+    """Bytes of the first call of a list of `Transfer`."""
+    return transfers[0].size
+
+
 IN_CLAIMS = (
-    zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, bubble, chinchilla_tokens,
-    training_flops, gpu_hours, training_days, mfu_of, lr_scale, hours_between_failures,
+    zero_bytes, in_flight, megatron_activations, ring_all_reduce_bytes, ring_share_bytes, bubble,
+    chinchilla_tokens, training_flops, attention_flops, gpu_hours, training_days, mfu_of, hfu,
+    lr_scale, hours_between_failures, peak_flops, zero_traffic, tp_layer_traffic, sent, Layout,
+    held, layer_input, calls, one_call,
 )  # fmt: skip
 
 

@@ -820,6 +820,17 @@ def test_three_moments_of_a_rank():
     assert not any(i.name.startswith("activations") for i in stage.moments["optimizer step"])
 
 
+def test_the_micro_batch_that_goes_back_has_let_go_of_its_logits():
+    """In the deepest backward, of m micro-batches under GPipe one has no head and loss to keep."""
+    for m, waits in (1, 0), (4, 3):
+        layout = Layout(pp=2, m=m, schedule="gpipe")
+        last = mm.estimate(LLAMA_8, layout)[1]
+        head = mm.total(mm.saved_in(LLAMA_8, layout, "last"))
+        name = "activations of head and loss"
+        assert items(last, "deepest backward")[name] == waits * head
+        assert items(last, "loss")[name] == m * head
+
+
 def test_what_comes_back_while_the_core_is_recomputed():
     """Probabilities, and the keys and values repeated for every head; with flash, 4 bytes a row."""
     layout = Layout(seq=64, attention="unfused", recompute="selective")
@@ -1783,7 +1794,7 @@ def test_no_answer_is_stored_and_the_module_does_the_arithmetic():
     assert not any("computed" in claim for claim in claims)
     ours = [f.__name__ for f in commands.IN_CLAIMS]
     used = Counter(name for claim in claims for name in ours if name + "(" in claim["formula"])
-    assert set(used) == set(ours) and sum(used.values()) > 60
+    assert set(used) == set(ours) and sum(used.values()) >= 140
 
 
 def test_claims_follow_their_inputs():
