@@ -1,62 +1,55 @@
 """04 · Pipeline schedules: a schedule is a list
 
-The layers are cut into stages and the batch into micro-batches; every rank runs its stages on one
-micro-batch after another. In which order? That is a list per rank, and all there is to a schedule.
-Here one list is simulated, drawn, and run on real ranks, and prediction meets measurement.
+The layers are cut into stages, and the batch into micro-batches. Each rank holds a stage and works
+on one micro-batch after another, in an order that is written down as a list. A list for each rank
+is a schedule. The same lists are simulated, drawn and run here.
 
-    rank 0  F0 F1 F2 F3 .. .. .. B0 F4 B1     F  forward            B  both: I and W
-    rank 1     F0 F1 F2 .. .. B0 F3 B1 F4     I  gradient of the input: the stage before waits
-    rank 2        F0 F1 .. B0 F2 B1 F3 B2     W  gradient of the weights: nobody waits
-    rank 3           F0 B0 F1 B1 F2 B2 F3     (here B takes as long as F)
+    rank 0  F0 F1 F2 F3 .. .. .. B0 F4 B1     F  forward
+    rank 1     F0 F1 F2 .. .. B0 F3 B1 F4     B  backward, which is I and W together
+    rank 2        F0 F1 .. B0 F2 B1 F3 B2     I  gradient of the stage's input
+    rank 3           F0 B0 F1 B1 F2 B2 F3     W  gradients of the stage's weights
 
-    bubble   (p-1)(F+B), with 1F1B as with GPipe: (p-1)/m of the ideal time, (p-1)/(m+p-1) of the
-             step. v chunks a rank divide it by v, ZB-H1 leaves a third (F = I = W), ZB-H2 none
-             within a rank's own span
-    held     activations of m micro-batches (GPipe) or p - s (1F1B on rank s): what 1F1B is for
-    sent     B·S·D per micro-batch, each way, at p-1, vp-1 or (V shapes) 2(p-1) boundaries
+In the picture B takes as long as F. A rank passes the output of F to the rank of the next stage,
+and the gradient of its input to the rank of the stage before. No rank waits for a W.
 
-    python 04_pp_schedules.py                                   prove all, train with 1f1b
-    python 04_pp_schedules.py --schedule zb-h1 --plot out       predicted above measured, drawn
-    python 04_pp_schedules.py --simulate --ranks 64 --microbatches 512 --schedule zb-v
+    bubble   idle time of a rank: (n-1)(F+B) for GPipe and for 1F1B. This is (n-1)/m of the time
+             that the rank works, and (n-1)/(m+n-1) of the step. c chunks a rank divide it by c.
+             ZB-H1 leaves a third of it (if F = I = W). ZB-H2 leaves none between a rank's own
+             first and last operation.
+    held     activations of m micro-batches with GPipe, of min(m, n-r) on rank r with 1F1B
+    sent     B·S·D elements a micro-batch in each direction, at n-1 boundaries between ranks; at
+             cn-1 with c chunks a rank, at 2(n-1) where the stages go down the ranks and back
+
+    python 04_pp_schedules.py                                    prove all, train with 1f1b
+    python 04_pp_schedules.py --schedule zb-h1 --plot zb-h1.png  draw one
+    python 04_pp_schedules.py --simulate --ranks 64 --micro-batches 512 --schedule zb-v
     torchrun --nproc-per-node 4 04_pp_schedules.py
 
-Guide: Pipeline Parallelism · Pipeline schedules · PP's activation surcharge · pipeline overlap. Not
-so there: (P-1)/(P+M) is neither share; 1F1B's bubble is not smaller than GPipe's; GPipe's memory is
-the highest, not low; interleaving multiplies messages by (vp-1)/(p-1), not by 1.1 or 1.2.
+Guide: Pipeline Parallelism · Pipeline schedules · PP's activation surcharge · pipeline overlap. The
+guide is wrong in four places: (P-1)/(P+M) is no share of the step; 1F1B has the same bubble as
+GPipe; GPipe needs the most memory; c chunks multiply the messages by (cn-1)/(n-1), not by 1.2.
 
-Questions  Q4.1 ** which order?   Q4.2 * how many first?   Q4.3 * who waits for what?
-           Q4.4 ** what can wait?   Q4.5 ** what is a part's loss?   Q4.6 *** who posts what, when?
+Questions  Q4.1 * what is GPipe's list?   Q4.2 * how many forwards come first in 1F1B?
+           Q4.3 * what does an operation wait for?   Q4.4 ** which gradients can wait?
+           Q4.5 ** what is the loss of a micro-batch?   Q4.6 *** who posts which message, and when?
 """
-# p ranks, s one of them · m micro-batches, i one of them · v stages (chunks) per rank
-# B sequences of a micro-batch · S bytes of each · D width · V vocabulary (256)
+# n ranks · r this rank · m micro-batches · c chunks of a rank
+# B sequences · S tokens of a sequence · D width · V vocabulary
 
-import argparse
-import inspect
-import json
-import logging
 import math
-import os
-import signal
-import sys
-import tempfile
 import time
-import traceback
-import weakref
 from collections import Counter, defaultdict, deque, namedtuple
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
-from pydoc_data.topics import topics
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import GraphExecGroup
 
 __all__ = [
     "Op", "SCHEDULES", "placement", "receiver", "simulate", "marginal", "execute",
@@ -64,229 +57,86 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ── the ladder: twelve schedules, each a list of cells per rank ──────────────────────────────
+# ── two schedules by hand ────────────────────────────────────────────────────────────────────
 
+# An operation of a list. A cell of a list is a tuple of operations that run without a pause in
+# between: one operation, or two that are fused (only DualPipe has these).
 Op = namedtuple("Op", "kind stage microbatch direction", defaults=(0,))
 
 
-def spell(words, tracks):
-    """One rank's list of cells from words: "F" is its next forward, "I" or "B" its next backward,
-    "W" the oldest weight gradient that it owes. A letter names one of several tracks ("Fa"), "&"
-    fuses two into one cell. What has run out is left out, so that words may ask for too much.
-
-    tracks: {letter: (forwards, backwards)}, each (stage, micro-batch[, direction]) in their order.
-    A list says "W", of any track, or "Wa" and "Wb", but not both: each has a queue of its own.
-    """
-    todo, cells = defaultdict(deque), []
-    for letter, (forwards, backwards) in tracks.items():
-        todo["F" + letter] = deque(forwards)
-        todo["B" + letter] = todo["I" + letter] = deque(backwards)
-    for word in words.split():
-        cell = ()
-        # Q4.1 ** A word of one part or two is a cell. What does it take, and what does an I owe?
-        #         hint: todo has a queue for each word; an I leaves a W to do, in two of them
-        for part in word.split("&"):
-            if todo[part]:
-                at = todo[part].popleft()
-                cell += (Op(part[0], *at),)
-                if part[0] == "I":
-                    for debt in {"W", part.replace("I", "W")}:
-                        todo[debt].append(at)
+def gpipe(n, m):
+    """Return GPipe's lists: all forwards, then all backwards (Huang et al., arXiv:1811.06965)."""
+    lists = []
+    for r in range(n):
+        # Q4.1 * Rank r holds stage r. In which order does it run m forwards and m backwards?
+        #        hint: an operation is a cell of its own, a tuple of one
+        forwards = [(Op("F", r, i),) for i in range(m)]
+        backwards = [(Op("B", r, i),) for i in range(m)]
+        lists.append(forwards + backwards)
         # /Q4.1
-        cells += [cell] if cell else []
-    return cells
+    return lists
 
 
-def looped(p, m, words, v=1, g=None):
-    """Every rank's list, by words(s) on rank s, whose chunk c is stage c·p + s. Micro-batches pass
-    through all chunks of a rank in groups of g, backwards from the last chunk on."""
-    groups = [range(m)[k : k + (g or m)] for k in range(0, m, g or m)]
-    order = lambda s, chunks: [(c * p + s, i) for group in groups for c in chunks for i in group]
-    track = lambda s: (order(s, range(v)), order(s, range(v)[::-1]))
-    return [spell(words(s), {"": track(s)}) for s in range(p)]
+def one_f_one_b(n, m):
+    """Return the lists of 1F1B (PipeDream-Flush, Narayanan et al., arXiv:2006.09503).
 
+    Each backward runs as soon as it can, so that rank r holds min(m, n - r) micro-batches. The
+    bubble is that of GPipe. With n = 4 and m = 6:
 
-def gpipe(p, m):
-    """All forwards, then all backwards (Huang et al., arXiv:1811.06965)."""
-    return looped(p, m, lambda s: "F " * m + "B " * m)
-
-
-def one_f_one_b(p, m):
-    """GPipe's bubble, but each backward as soon as it can run, so that rank s holds p - s
-    micro-batches, not m (PipeDream-Flush, Narayanan et al., arXiv:2006.09503)."""
-    # Q4.2 * How many forwards does rank s run before its first pair of F and B? With one too few,
-    #        33 units become 54 at p = 4 and m = 8; with one too many, it holds more.
-    #        hint: how many stages lie between s and the loss?
-    return looped(p, m, lambda s: "F " * (p - 1 - s) + "F B " * m)
-    # /Q4.2
-
-
-def eager_1f1b(p, m):
-    """1F1B that runs a round trip ahead, so that it hides slow links; up to twice its memory."""
-    return looped(p, m, lambda s: "F " * 2 * (p - 1 - s) + "F B " * m)
-
-
-def zb_h1(p, m):
-    """1F1B, W put off to fill the end of the step (Qi et al., arXiv:2401.10241)."""
-    return looped(p, m, lambda s: "F " * (p - 1 - s) + "F I " * s + "F I W " * m)
-
-
-def zb_h2(p, m):
-    """Eager 1F1B, W put off: with F = I = W and 2p - 1 micro-batches, no rank idles between its
-    first operation and its last (source: as zb-h1)."""
-    return looped(p, m, lambda s: "F " * 2 * (p - 1 - s) + "F I " * 2 * s + "F I W " * m)
-
-
-def looped_bfs(p, m, v=2):
-    """GPipe with v chunks per rank, breadth first (Lamy-Poirier, arXiv:2211.05953)."""
-    return looped(p, m, lambda s: "F " * m * v + "B " * m * v, v)
-
-
-def interleaved(p, m, v=2, g=None):
-    """1F1B with v chunks per rank: 1/v of the bubble (Narayanan et al., arXiv:2104.04473)."""
-    g = group_size(p, m, g)
-    ahead = lambda s: 2 * (p - 1 - s) + (v - 1) * g
-    return looped(p, m, lambda s: "F " * ahead(s) + "F B " * m * v, v, g)
-
-
-def interleaved_zb(p, m, v=2, g=None):
-    """Interleaved 1F1B, W put off, at its memory or less (torch's InterleavedZeroBubble)."""
-    g = group_size(p, m, g)
-    ahead = lambda s: p - 1 - s + (v - 1) * g
-    return looped(p, m, lambda s: "F " * ahead(s) + "F I " * s + "F I W " * m * v, v, g)
-
-
-def group_size(p, m, g=None):
-    """g, or the least size of a group that works: in one smaller than p, be it the last, the first
-    rank waits for the last, and may do so for ever (p = 8, m = 12, g = 8). Raises ValueError."""
-    fit = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p] or [m]
-    if g not in (None, *fit):
-        raise ValueError(f"--group {g} with --microbatches {m} stalls {p} ranks: use one of {fit}")
-    return g or fit[0]
-
-
-def zb_auto(p, m, limit=None, costs=(1, 1, 1, 0), kept=1.0):
-    """Greedy: a rank that is free takes I if it can, else F if memory allows, else W.
-
-    limit: micro-batches whose activations a rank may hold (default 2p - 1, for no bubble within a
-    rank's span; p is ZB-H1's memory). kept: the part of them that lives on from I to W.
-    Source: the heuristic of Qi et al., arXiv:2401.10241, section 3.1, without its look-ahead.
+                warm-up    steady                cool-down
+        rank 0  F0 F1 F2   F3 B0 F4 B1 F5 B2     B3 B4 B5
+        rank 1  F0 F1      F2 B0 F3 B1 .. B3     B4 B5
+        rank 2  F0         F1 B0 F2 B1 .. B4     B5
+        rank 3             F0 B0 F1 B1 .. B5
     """
-    limit = 2 * p - 1 if limit is None else limit
-    if limit < 1:
-        raise ValueError(f"--limit {limit}: a rank must be allowed one micro-batch")
-    lists, free, never = [[] for _ in range(p)], [0.0] * p, math.inf
-    count = [[0, 0, 0] for _ in range(p)]  # I, F and W that a rank has run
-    there = {(kind, end, i): 0 for kind, end in (("F", -1), ("I", p)) for i in range(m)}
-
-    def soonest(s):
-        """(start, 0 for I 1 for F 2 for W, s, micro-batch) of what rank s would do next."""
-        i, f, w = count[s]
-        room = f - (1 - kept) * i - kept * w + 1 <= limit + 1e-9
-        arrival = [there.get(("I", s + 1, i), never) if i < f else never]
-        arrival += [there.get(("F", s - 1, f), never) if room else never, 0 if w < i else never]
-        return min((max(free[s], at), k, s, n) for k, (at, n) in enumerate(zip(arrival, (i, f, w))))
-
-    upcoming = [soonest(s) for s in range(p)]
-    while (chosen := min(upcoming))[0] < never:
-        start, k, s, i = chosen
-        lists[s].append((Op("IFW"[k], s, i),))
-        count[s][k] += 1
-        free[s] = start + (costs[1], costs[0], costs[2])[k]
-        there["IFW"[k], s, i] = free[s] + costs[3]
-        for near in range(max(0, s - 1), min(p, s + 2)):
-            upcoming[near] = soonest(near)
+    # Q4.2 * How many forwards does rank r run before its first pair of F and B? With one too few,
+    #        33 units of time become 54 at n = 4 and m = 8. With one too many, a rank holds more.
+    #        hint: how many stages lie between rank r and the loss?
+    warm_up = [min(m, n - 1 - r) for r in range(n)]
+    # /Q4.2
+    lists = []
+    for r, w in enumerate(warm_up):
+        cells = [(Op("F", r, i),) for i in range(w)]
+        for i in range(w, m):  # steady: one forward, one backward
+            cells += [(Op("F", r, i),), (Op("B", r, i - w),)]
+        cells += [(Op("B", r, i),) for i in range(m - w, m)]  # cool-down: what is left
+        lists.append(cells)
     return lists
 
 
-def folded(p, m, words):
-    """Every rank's list, by words(s). The stages go down the ranks and back up: rank s holds stage
-    s, its track a, and stage 2p-1-s, its track b."""
-    track = lambda stage: 2 * [[(stage, i) for i in range(m)]]
-    return [spell(words(s), dict(a=track(s), b=track(2 * p - 1 - s))) for s in range(p)]
+# ── what an operation waits for, and for whom its result is ──────────────────────────────────
+
+# Results have names of their own: ("out", stage, i), the output of a stage's F on micro-batch i;
+# ("grad", stage, i), the gradient of the stage's input; ("dW", stage, i), those of its weights.
 
 
-def zb_v(p, m):
-    """ZB-H2's bubble, each rank holding what 1F1B's first does (Qi et al., arXiv:2405.15362)."""
-
-    def words(s):
-        start = "Fa " * (2 * (p - s) - 1) + "Fb Fa " * s + "Fb Ib Wb " * (p - s)
-        steady = "Fa Ia Wa Fb Ib Wb " * (max(m, 2 * p - 1) - p)
-        return start + steady + "Ia Ib " * s + "Ia Wa " * (p - s) + "Wb " * s + "Wa " * s
-
-    return folded(p, m, words)
+def result(op):
+    """Return the name of what an operation leaves."""
+    return {"F": "out", "I": "grad", "B": "grad", "W": "dW"}[op.kind], op.stage, op.microbatch
 
 
-def _dual_words(s, h, n):
-    """DualPipe's phases (github.com/deepseek-ai/DualPipe) at place s of h in the fold, for n
-    micro-batches per chunk, 2h or more. At the fold the first F and B stay two cells: fused, the
-    forward would wait for the gradient, and all ranks for the forward."""
-    fill = "Fa " * 2 * (h - s - 1) + "Fa Fb " * (s + 1)
-    turn = "Ib W Fb " * (h - s - 1) + ("Fa Bb " if s == h - 1 else "Fa&Bb ")
-    steady = "Fb&Ba " + "Fa&Bb Fb&Ba " * (n - h - 1)
-    drain = "".join(f"{'B' if k <= s else 'I'}{'ba'[k % 2]} " for k in range(2 * s + 2))
-    return fill + turn + steady + drain + "W Ia " * (h - s - 1) + "W " * (s + 1)
-
-
-def dualpipev(p, m):
-    """DualPipe cut in half: ZB-V's placement, and one copy of the weights."""
-    return folded(p, m, lambda s: _dual_words(s, p, max(m, 2 * p)))
-
-
-def dualpipe(p, m):
-    """Two directions at once: rank r holds stage r of direction 0 and stage p-1-r of direction 1;
-    two ranks hold each weight; m counts both directions (DeepSeek-V3, arXiv:2412.19437)."""
-    if p % 2:
-        raise ValueError(f"dualpipe folds the ranks in two: --ranks {p} is odd")
-    lists, half = [], (m + 1) // 2
-    track = lambda direction, stage, share: 2 * [[(stage, i, direction) for i in share]]
-    for r in range(p):
-        tracks = [track(0, r, range(half)), track(1, p - 1 - r, range(half, m))]
-        a, b = tracks if r < p // 2 else tracks[::-1]
-        words = _dual_words(min(r, p - 1 - r), p // 2, max(half, p))
-        lists.append(spell(words, dict(a=a, b=b)))
-    return lists
-
-
-SCHEDULES = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_1f1b, "interleaved": interleaved,
-    "looped-bfs": looped_bfs, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-auto": zb_auto, "zb-v": zb_v,
-    "interleaved-zb": interleaved_zb, "dualpipev": dualpipev, "dualpipe": dualpipe,
-}  # fmt: skip
-
-
-# ── the simulator ────────────────────────────────────────────────────────────────────────────
-
-Timed = namedtuple("Timed", "rank ops start end")  # a cell, and when its rank ran it
+def needs(op, last):
+    """Return the names of the results that an operation waits for; `last` is the last stage."""
+    # Q4.3 * What must be there before F, before I or B, and before W can run?
+    #        hint: what a neighbouring stage computes, and what this stage has computed itself
+    if op.kind == "F":
+        return [("out", op.stage - 1, op.microbatch)] if op.stage else []
+    if op.kind == "W":
+        return [("grad", op.stage, op.microbatch)]
+    above = [("grad", op.stage + 1, op.microbatch)] if op.stage < last else []
+    return [("out", op.stage, op.microbatch), *above]
+    # /Q4.3
 
 
 def placement(schedule):
-    """{(direction, stage): rank}, read off the lists."""
+    """Return {(direction, stage): rank}, read off the lists."""
     ops = [(r, op) for r, cells in enumerate(schedule) for cell in cells for op in cell]
     return {(op.direction, op.stage): r for r, op in ops}
 
 
-def result(op):
-    """The key of what an operation leaves: an activation "F", a gradient "G", or "W"."""
-    return "G" if op.kind in "IB" else op.kind, op.stage, op.microbatch
-
-
-def needs(op, last):
-    """The keys of what an operation waits for; `last` is the last stage."""
-    # Q4.3 * What must be there before F, before I or B, and before W can run?
-    #        hint: what a neighbouring stage computes, and what this stage kept
-    if op.kind == "F":
-        return [("F", op.stage - 1, op.microbatch)] if op.stage else []
-    if op.kind == "W":
-        return [("G", op.stage, op.microbatch)]
-    above = [("G", op.stage + 1, op.microbatch)] if op.stage < last else []
-    return [("F", op.stage, op.microbatch), *above]
-    # /Q4.3
-
-
 def receiver(op, place, last):
-    """(rank, stage) that an operation's result is for: the stage after an F, before an I or B; or
-    (None, None)."""
+    """Return the (rank, stage) that needs an operation's result: the stage after an F, the stage
+    before an I or B. (None, None) where there is none."""
     if op.kind == "W":
         return None, None
     stage = op.stage + (1 if op.kind == "F" else -1)
@@ -294,13 +144,36 @@ def receiver(op, place, last):
 
 
 def show(*keys):
-    """F3.7: the forward of stage 3 on micro-batch 7."""
+    """Return texts such as F3.7: the forward of stage 3 on micro-batch 7."""
     return [f"{kind}{stage}.{i}" for kind, stage, i, *_ in keys]
 
 
+def messages(schedule, rank):
+    """Return a rank's list as text, with its messages: "<1" after an operation that waits for a
+    message from rank 1, ">1" after one whose result goes to rank 1.
+
+    1F1B with n = 2 and m = 2 is "F0 >1  F1 >1  B0 <1  B1 <1" on rank 0 and "F0 <0  B0 >0  F1 <0
+    B1 >0" on rank 1. Of several stages on a rank, an operation names its own: F4.0.
+    """
+    place, words = placement(schedule), []
+    last, several = max(place)[1], len(place) > len(schedule)
+    for op in (op for cell in schedule[rank] for op in cell):
+        sources = [place[op.direction, key[1]] for key in needs(op, last)]
+        to, _ = receiver(op, place, last)
+        word = show(op)[0] if several else f"{op.kind}{op.microbatch}"
+        word += "".join(f" <{source}" for source in sources if source != rank)
+        words.append(word + f" >{to}" * (to not in (None, rank)))
+    return "  ".join(words)
+
+
+# ── the simulator ────────────────────────────────────────────────────────────────────────────
+
+Timed = namedtuple("Timed", "rank ops start end")  # a cell, and when its rank ran it
+
+
 def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
-    """Time a schedule: a cell starts when its rank is free and all that its operations need is
-    there, takes the sum of their times, and at its end what it computed is there.
+    """Return the Timeline of a schedule. A cell starts when its rank is free and all that its
+    operations need is there. It takes the sum of their times; then its results are there.
 
     Args:
         schedule: per rank a list of cells, a cell being a tuple of Ops.
@@ -308,8 +181,8 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
             (a chunk takes its share), or functions (stage, micro-batch) -> time. comm is the
             latency of a message.
         kept: the part of a micro-batch's activations that lives on from I to W.
-    Returns a Timeline. Raises ValueError for a schedule that cannot complete (with the operation
-    that blocks each rank), or that has an operation too many or too few.
+    Raises ValueError for a schedule that cannot complete (with the operation that blocks each
+    rank), or that has an operation too many or too few.
     """
     if not all(callable(cost) or 0 <= cost < math.inf for cost in costs):
         raise ValueError(f"--costs {costs}: each must be 0 or more, and finite; B is I + W")
@@ -318,33 +191,33 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
 
     def duration(op):
         terms = [prices[kind] for kind in ("IW" if op.kind == "B" else op.kind)]
-        return sum(c(op.stage, op.microbatch) if callable(c) else c * share for c in terms)
+        return sum(t(op.stage, op.microbatch) if callable(t) else t * share for t in terms)
 
     todo, clock = [deque(cells) for cells in schedule], [0.0] * len(schedule)
-    done, cells, going, messages = {}, [], True, 0
-    lacking = lambda ops: [need for op in ops for need in needs(op, last) if need not in done]
+    done, cells, going, crossings = {}, [], True, 0
+    missing = lambda ops: [need for op in ops for need in needs(op, last) if need not in done]
     while going:
         going = False
         for rank, queue in enumerate(todo):
-            while queue and not lacking(queue[0]):
+            while queue and not missing(queue[0]):
                 ops, going = queue.popleft(), True
                 inputs = [done[need] for op in ops for need in needs(op, last)]
-                messages += sum(source != rank for _, source in inputs)
-                there = [end + costs[3] * (source != rank) for end, source in inputs]
-                start = max([clock[rank], *there])
+                crossings += sum(source != rank for _, source in inputs)
+                arrivals = [end + costs[3] * (source != rank) for end, source in inputs]
+                start = max([clock[rank], *arrivals])
                 clock[rank] = start + sum(map(duration, ops))
                 cells.append(Timed(rank, ops, start, clock[rank]))
                 done |= {result(op): (clock[rank], rank) for op in ops}
     heads = [(rank, queue[0]) for rank, queue in enumerate(todo) if queue]
-    stuck = [f"rank {r} at {'&'.join(show(*ops))} for {show(*lacking(ops))[0]}" for r, ops in heads]
+    stuck = [f"rank {r} at {'&'.join(show(*ops))} for {show(*missing(ops))[0]}" for r, ops in heads]
     if stuck:
         raise ValueError(f"no rank can go on: {', '.join(stuck)}")
-    return Timeline(sorted(cells, key=lambda cell: (cell.end, cell.start)), kept, messages)
+    return Timeline(sorted(cells, key=lambda cell: (cell.end, cell.start)), kept, crossings)
 
 
 def check_whole(schedule):
-    """The last stage of a schedule. Raises ValueError if an operation comes twice or is missing: a
-    micro-batch that goes up, or down, visits all stages, and each I has its W."""
+    """Return the last stage of a schedule. Raises ValueError if an operation comes twice or is
+    missing: a micro-batch visits all stages going up, and all going down, and each I has its W."""
     ops = [(rank, op) for rank, cells in enumerate(schedule) for cell in cells for op in cell]
     last, seen, place = max(op.stage for _, op in ops), set(), placement(schedule)
     for rank, op in ops:
@@ -353,14 +226,13 @@ def check_whole(schedule):
         if result(op) in seen:
             raise ValueError(f"rank {rank} has {show(op)[0]} a second time")
         seen.add(result(op))
-    ways = {(kind, i) for kind, _, i in seen if kind != "W"}
+    ways = {(kind, i) for kind, _, i in seen if kind != "dW"}
     due = {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
-    owed = {("W", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
-    due |= owed
-    if spare := {key for key in seen if key[0] == "W"} - owed:
-        raise ValueError(f"no I owes {', '.join(show(*sorted(spare)))}")
-    if due - seen:
-        raise ValueError(f"no rank has {', '.join(show(*sorted(due - seen)))}")
+    split = {("dW", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
+    if spare := {key for key in seen if key[0] == "dW"} - split:
+        raise ValueError(f"a W, but no I, for {', '.join(show(*sorted(spare)))}")
+    if missing := (due | split) - seen:
+        raise ValueError(f"no rank has {', '.join(show(*sorted(missing)))}")
     return last
 
 
@@ -369,14 +241,15 @@ class Timeline:
     """When each cell ran, by simulation or by the clock.
 
     cells: Timed, in an order in which they could run one at a time, none waiting for a later one.
-    makespan: from the first start on any rank to the last end on any. span: from a rank's own first
-    start to its own last end, the longest. ideal: the work of the busiest rank. What the first two
-    have beyond the third are the two bubbles; bubble: the span's, as a share of the span.
+    makespan: from the first start on any rank to the last end on any. span: the longest time from a
+    rank's own first start to its own last end. ideal: the work of the busiest rank. makespan and
+    span each have a bubble: what they have beyond ideal. bubble: that of the span, as a share of
+    the span.
     """
 
     cells: list
     kept: float = 1.0
-    messages: int = 0  # boundaries crossed in all: activations up, gradients down
+    messages: int = 0  # results that pass from one rank to another, in either direction
 
     def __post_init__(self):
         ranks = defaultdict(list)
@@ -390,8 +263,8 @@ class Timeline:
         self.bubble = 1 - self.ideal / self.span if self.span else 0.0
 
     def held(self, rank):
-        """[(time, micro-batches whose activations the rank holds)], each from its F to its B, or in
-        part to its W; one micro-batch in all layers of a rank counts 1."""
+        """Return [(time, micro-batches whose activations the rank holds)]: each from its F to its
+        B, or in part to its W. One micro-batch in all layers of a rank counts 1."""
         share, curve, level = self.share, [], 0.0  # a stage's part of the layers of a rank
         freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
         trained = {op[1:3] for cell in self.ranks[rank] for op in cell.ops if op.kind != "F"}
@@ -409,50 +282,714 @@ class Timeline:
 
 
 def marginal(schedule, costs=(1, 1, 1, 0), once=None):
-    """What a further step costs if a rank enters it as soon as it is done with the one before, with
-    no barrier at the optimizer: the bubble as a long run sees it."""
+    """Return the time that a further step adds if each rank enters it as soon as its own list is
+    done, without waiting for the others at the optimizer: the bubble that a long run sees."""
     m = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
     again = lambda cell: tuple(op._replace(microbatch=op.microbatch + m) for op in cell)
     twice = [cells + [again(cell) for cell in cells] for cells in schedule]
     return simulate(twice, costs).makespan - (once or simulate(schedule, costs)).makespan
 
 
-FORMULAS = {  # bubble without comm; in what; peak on rank s; boundaries; where all of it is exact
-    "gpipe": ("(p-1)*(F+B)", "makespan", "m", "p-1", "True"),
-    "1f1b": ("(p-1)*(F+B)", "makespan", "min(m, p-s)", "p-1", "True"),
-    "eager-1f1b": ("(p-1)*(F+B)", "makespan", "min(m, 2*(p-s)-1)", "p-1", "True"),
-    "interleaved": ("(p-1)*(F+B)/v", "makespan", "min(m, (2*(p-s)-1+(v-1)*g)/v)", "v*p-1", "m>=p"),
-    "looped-bfs": ("(p-1)*(F+B)/v", "makespan", "m", "v*p-1", "m>=p"),
-    "zb-h1": ("(p-1)*(F+I-W)", "makespan", "p-s+s*k", "p-1", "m>=p and W<=min(F,I)"),
-    "zb-h2": ("(p-1)*(F+I-2*W)", "span", "2*(p-s)-1+2*s*k", "p-1", "m>=2*p-1 and W<=min(F,I)"),
-    "zb-auto": ("0", "span", "2*p-1", "p-1", "F==I==W and k==1 and m>=2*p-1==limit"),
-    "zb-v": ("0", "span", "p", "2*(p-1)", "F==I==W and m>=2*p"),
-    "interleaved-zb": (
-        "(p-1)*(F+I-W)/v", "makespan", "(p-s+(v-1)*g+s*k)/v", "v*p-1", "m>=p and W<=min(F,I)"
-    ),
-    "dualpipev": ("(p-1)*(F+2*B-3*W)/2", "makespan", "p+1/2", "2*(p-1)", "F==I==W and m>=2*p"),
-    "dualpipe": ("(p/2-1)*(F+2*B-3*W)", "makespan", "p+1", "p-1", "F==I==W and m>=2*p and m%2==0"),
+# ── backward in two parts, for any module ────────────────────────────────────────────────────
+
+# The rank of the stage before waits for the gradient of this stage's input (I). No rank waits for
+# the gradients of the weights (W). autograd computes both in one pass; here it stops halfway.
+#
+#     y = x Wᵀ      I  d_x = d_y W       needed by the layer below, and so by the stage before
+#                   W  d_W = d_yᵀ x      needed by the optimizer; keeps x and d_y until then
+#
+# autograd's graph has a node for each operation of forward, with edges to the nodes of its inputs.
+# A node whose edge leads to a weight is a use of this weight. I asks autograd for the gradients of
+# the stage's inputs and for the gradients that flow into each use. autograd skips what nobody asks
+# for, so no product for a weight is computed. W then starts at each use, asks for the edge to the
+# weight alone, and adds the results to .grad in one backward, so that hooks of parameters fire.
+#
+# Gradients of vectors (biases, norms) cost a sum and no product: I computes them, W adds them. The
+# same holds for a tensor that two uses share, and for an autograd.Function that does not look at
+# ctx.needs_input_grad, which says what is asked for: such a backward must run once, whole.
+#
+# Memory: I must keep the graph, but not all that is saved in it. Each saved tensor is put in a box.
+# While I runs, the box of a use keeps its tensor for W, and every other box is emptied once it is
+# read. If the tensor has to be computed first (by a checkpoint, or by 03's second all-gather), the
+# box keeps what was computed: no forward and no collective runs twice.
+
+# Nodes that only look at a weight, or cast it: the use is the node that reads their output.
+LOOKS = set(
+    "Alias AsStrided Clone Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T "
+    "ToCopy Transpose Unbind UnsafeView Unsqueeze View".split()
+)
+
+
+def leaf_behind(node):
+    """Return the leaf tensor that a node of the graph looks at, or None."""
+    while node and node.name().rstrip("0123456789").removesuffix("Backward") in LOOKS:
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
+
+
+class SplitBackward:
+    """The backward of one forward in two parts: input_gradients(), later weight_gradients()."""
+
+    def __init__(self):
+        self.uses = {}  # {node: its edges to weights that wait}
+        self.arriving, self.added = {}, {}  # {edge: gradient}: into a use; to a weight
+        self.needed, self.keeping, self.recomputed = {}, False, GraphExecGroup()
+
+    @contextmanager
+    def boxes(self):
+        """Run a forward in here. Hooks that the forward sets itself stay in force in the box."""
+        plain, push = lambda t: t, torch._C._autograd._push_saved_tensors_default_hooks
+        enter = lambda of: push(lambda t: [of.pack_hook(t), of.unpack_hook], self._open)
+        with patch.object(saved_tensors_hooks, "__enter__", enter):
+            with saved_tensors_hooks(torch.Tensor.detach, plain):
+                yield
+
+    def _open(self, box):
+        kept, restore = box
+        tensor = restore(kept)
+        if self.keeping:
+            use = torch._C._current_autograd_node() in self.uses
+            box[:] = [tensor, lambda t: t] if use else []
+        return tensor
+
+    def _find_uses(self, outputs, inputs):
+        """Walk the graph: set `uses`, and `arriving` to the edges into these. Return the edges to
+        weights that do not wait."""
+        into, weights, todo = defaultdict(set), defaultdict(list), [(None, outputs)]
+        while todo:
+            node, edges = todo.pop()
+            for child, number in edges:
+                leaf = leaf_behind(child)
+                if leaf is None and child and child not in into:
+                    todo.append((child, child.next_functions))
+                elif leaf is not None and all(leaf is not x for x in inputs):
+                    weights[child, number].append((node, leaf))
+                into[child].add(number)
+        now = []
+        for edge, ((node, leaf), *others) in weights.items():
+            # Q4.4 ** A weight's gradient costs a product. When may it wait until W, and when not?
+            #         hint: a vector costs none; see above for two more cases that cannot wait
+            asked = getattr(node, "_forward_cls", None)  # the class, of an autograd.Function
+            whole = asked and "needs_input_grad" not in asked.backward.__code__.co_names
+            if leaf.dim() < 2 or others or node is None or whole:
+                now.append(edge)
+            else:
+                self.uses.setdefault(node, []).append(edge)
+            # /Q4.4
+        self.arriving = {(node, k): None for node in self.uses for k in into[node]}
+        return now
+
+    def _ask(self, node, weights):
+        """Tell an autograd.Function whether its weights are asked for, or all else."""
+        if hasattr(node, "needs_input_grad"):
+            edges = [edge for edge in node.next_functions if edge[0]]
+            asked = iter((edge in self.uses[node]) == weights for edge in edges)
+            tensors = self.needed.setdefault(node, node.needs_input_grad)
+            node.needs_input_grad = tuple(needed and next(asked) for needed in tensors)
+
+    def input_gradients(self, outputs, d_outputs, inputs):
+        """I: return the gradients of `inputs`, None for one that was not used. `outputs` are edges
+        into the graph."""
+        now = self._find_uses([(edge.node, edge.output_nr) for edge in outputs], inputs)
+        edges = [*now, *self.arriving]
+        for node in self.uses:
+            self._ask(node, weights=False)
+        self.keeping, gradients = True, []
+        with self.recomputed:
+            if wanted := [*inputs, *(GradientEdge(*edge) for edge in edges)]:
+                gradients = torch.autograd.grad(
+                    outputs, wanted, d_outputs, retain_graph=True, allow_unused=True
+                )
+        self.keeping, found = False, dict(zip(edges, gradients[len(inputs) :]))
+        self.arriving = {edge: found[edge] for edge in self.arriving}
+        self.added = {edge: found[edge] for edge in now}
+        return gradients[: len(inputs)]
+
+    def weight_gradients(self):
+        """W: compute what was left, and add all gradients of weights to .grad."""
+        for node, edges in self.uses.items():
+            self._ask(node, weights=True)
+            into = {GradientEdge(*e): d for e, d in self.arriving.items() if e[0] is node}
+            into = {edge: d for edge, d in into.items() if d is not None}
+            wanted = [GradientEdge(*edge) for edge in edges]
+            with self.recomputed:
+                if into:
+                    found = torch.autograd.grad(
+                        [*into], wanted, [*into.values()], allow_unused=True
+                    )
+                    self.added |= zip(edges, found)
+        added = {GradientEdge(*edge): d for edge, d in self.added.items() if d is not None}
+        if added:
+            torch.autograd.backward([*added], [*added.values()])
+        self.__init__()  # the graph holds the boxes, which hold self: let go of the graph
+
+
+# ── the serial twin, and the same model cut into stages ──────────────────────────────────────
+
+
+def twin_loss(weights, x_BS, y_BS):
+    """Return the loss of the whole model in plain torch, from {name: weight}. A label of -100 does
+    not count. The head is "head.weight" if there is one, else the embedding's weight (tied)."""
+    h_BSD = weights["embedding.weight"][x_BS]
+    for k in range(sum(".up." in name for name in weights)):
+        up, down = (weights[f"blocks.{k}.{name}.weight"] for name in ("up", "down"))
+        h_BSD = h_BSD + F.gelu(h_BSD @ up.T) @ down.T
+    logits_BSV = h_BSD @ weights.get("head.weight", weights["embedding.weight"]).T
+    log_p_BS = logits_BSV.log_softmax(-1).gather(-1, y_BS.clamp(min=0)[..., None])[..., 0]
+    return -log_p_BS[y_BS != -100].mean()
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(x))), (B, S, D) to itself. Saves 9·B·S·D elements for backward, of which the
+    inputs of the two matrices, 5·B·S·D, until W (and with them the gradients of their outputs)."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, 4 * D), (4 * D, D)))
+        for layer in (self.up, self.down):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+
+    def forward(self, x_BSD):
+        return x_BSD + self.down(F.gelu(self.up(x_BSD)))
+
+
+class Stage(nn.Module):
+    """Consecutive blocks {global index: Block}; the first stage embeds, the last returns the loss.
+
+    A micro-batch is (x_BS, y_BS, divisor): bytes, the bytes after them (-100: not counted), and the
+    number of counted ones in the whole step. The head is the embedding's own weight (tied).
+    """
+
+    def __init__(self, blocks, embedding, first, last):
+        super().__init__()
+        self.blocks, self.first, self.last = nn.ModuleDict(blocks), first, last
+        self.D, self.embedding = embedding.embedding_dim, embedding if first or last else None
+
+    def boundary(self, microbatch):
+        """Return an empty tensor like the one that arrives from the stage before: (B, S, D)."""
+        return next(self.parameters()).new_empty(*microbatch[0].shape, self.D)
+
+    def forward(self, h_BSD, microbatch):
+        x_BS, y_BS, divisor = microbatch
+        if self.first:
+            h_BSD = self.embedding(x_BS)
+        for block in self.blocks.values():
+            h_BSD = block(h_BSD)
+        if not self.last:
+            return h_BSD
+        logits_BSV = F.linear(h_BSD, self.embedding.weight)
+        # Q4.5 ** Micro-batches differ in how many bytes count; their gradients are summed. What is
+        #         the loss of one?
+        #         hint: not its mean, which would weigh a short one like a long one
+        logits, targets = logits_BSV.flatten(0, 1), y_BS.flatten()
+        total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return total / max(divisor, 1)  # a step in which no byte counts has loss 0
+        # /Q4.5
+
+
+def build(stages, layers, D=16, V=256):
+    """Return the model as a list of stages, from one seed however it is cut. Parameters are named
+    by global layer index. Raises ValueError where the layers cannot be cut equally."""
+    if layers % stages:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} equal stages")
+    torch.manual_seed(0)
+    embedding, blocks = nn.Embedding(V, D), [(str(k), Block(D)) for k in range(layers)]
+    nn.init.normal_(embedding.weight, std=D**-0.5)
+    cut = lambda k: dict(blocks[k * layers // stages : (k + 1) * layers // stages])
+    return [Stage(cut(k), embedding, k == 0, k == stages - 1) for k in range(stages)]
+
+
+# ── the executor ─────────────────────────────────────────────────────────────────────────────
+
+
+def tensors(x):
+    """Return a tuple of tensors from None, a tensor or a sequence of tensors."""
+    return () if x is None else (x,) if isinstance(x, torch.Tensor) else tuple(x)
+
+
+class _Worker:
+    """A rank at work: its stages, the results that it keeps, and the backwards to come."""
+
+    def __init__(self, schedule, stages, microbatches):
+        ops = [op for cells in schedule for cell in cells for op in cell]
+        self.stages, self.microbatches, self.last = stages, microbatches, max(o.stage for o in ops)
+        self.split = {op[1:3] for op in ops if op.kind == "I"}
+        self.trained = {op[1:3] for op in ops if op.kind in "IB"}
+        self.results, self.losses, self.graphs, self.shapes = {}, {}, {}, {}
+        self.sums = {}  # {parameter: (its .grad, the sum in float32)} of narrow parameters
+
+    def run(self, op):
+        """Compute one operation. Return the tensors that the neighbouring stage is to get."""
+        at = op.stage, op.microbatch
+        if op.kind == "F":
+            return self._forward(op, at)
+        if op.kind == "W":
+            self.graphs.pop(at).weight_gradients()
+            return ()
+        d_outputs = self.results.pop(("grad", op.stage + 1, op.microbatch), None)
+        inputs, edges, split = self.graphs.pop(at)
+        if d_outputs is None and edges:  # the loss itself
+            d_outputs = [torch.ones_like(self.losses[op.microbatch])]
+        pairs = [(edge, d) for edge, d in zip(edges, d_outputs or ()) if edge]
+        if split:
+            d_inputs = split.input_gradients(*map(list, zip(*pairs)), inputs) if pairs else ()
+            self.graphs[at] = split
+        else:
+            if pairs:  # a frozen first stage has none
+                torch.autograd.backward(*zip(*pairs))
+            d_inputs = [x.grad for x in inputs]
+        d_inputs = d_inputs or [None] * len(inputs)
+        return tuple(torch.zeros_like(x) if d is None else d for x, d in zip(inputs, d_inputs))
+
+    def _forward(self, op, at):
+        arrived = self.results.pop(("out", op.stage - 1, op.microbatch), None)
+        inputs = [x.requires_grad_() for x in arrived or () if x.is_floating_point()]
+        x = arrived[0] if arrived and len(arrived) == 1 else arrived
+        split = SplitBackward() if at in self.split else None
+        with torch.set_grad_enabled(at in self.trained), split.boxes() if split else nullcontext():
+            y = self.stages[op.stage](x, self.microbatches[op.microbatch])
+        outputs = tensors(y)
+        if at in self.trained:  # edges into the graph, not y: an output is freed once it is sent
+            floats = [y for y in outputs if y.is_floating_point()]
+            edges = [get_gradient_edge(y) if y.requires_grad else None for y in floats]
+            self.graphs[at] = inputs, edges, split
+            self.shapes["grad", op.stage + 1, op.microbatch] = [
+                (y.shape, y.dtype, y.device) for y in floats
+            ]
+        if op.stage == self.last:
+            self.losses[op.microbatch] = y.detach()
+        return tuple(y.detach() for y in outputs)
+
+    def room(self, key, stage):
+        """Return empty tensors like those that will arrive under a key, for `stage`."""
+        kind, _, i = key
+        if kind == "out":
+            return tensors(self.stages[stage].boundary(self.microbatches[i]))
+        return tuple(torch.empty(s, dtype=d, device=where) for s, d, where in self.shapes.pop(key))
+
+    def add_up(self, stage, finished):
+        """Move the .grad of narrow parameters into sums in float32; once finished, back."""
+        for param in self.stages[stage].parameters():
+            narrow = torch.finfo(param.dtype).bits < 32
+            if narrow and (param.grad is not None or param in self.sums):
+                new, (grad, total) = param.grad, self.sums.pop(param, (param.grad, 0.0))
+                total = total if new is None else total + new.float()
+                if finished:
+                    param.grad = grad.copy_(total)
+                else:
+                    param.grad, self.sums[param] = None, (grad, total)
+
+
+def execute(schedule, stages, microbatches, group, last_backward=None):
+    """Run a schedule on the ranks of `group`, one list each, and add up gradients in .grad.
+
+    Args:
+        schedule: per rank a list of cells, as in SCHEDULES; micro-batches of which it has only F
+            run without gradients (validation).
+        stages: {stage: module}, this rank's. A module is called module(x, microbatch). x is what
+            the stage before returned (a tensor, or a tuple of several), None for the first; the
+            last returns its scalar loss. module.boundary(microbatch) returns one or several empty
+            tensors of the shape, dtype and device of x.
+        microbatches: a sequence; its i-th is what modules get for micro-batch i.
+        last_backward: called with a stage once its last gradient of this step is complete. A
+            stage's data-parallel reduction starts here, once a step.
+    Micro-batches of parameters in 16 bits are summed in 32. Returns {micro-batch: loss}, empty
+    where the last stage is not, and this rank's cells as Timed, in seconds of this machine's clock
+    (on a GPU, of launching them). Raises ValueError, Disagreement.
+    """
+    me, place, timed = dist.get_rank(group), placement(schedule), []
+    rooms = agreed_rooms(schedule, stages, microbatches, group)
+    worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
+    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}.values()
+    # Why no schedule deadlocks: every rank walks one and the same list of all cells, in an order in
+    # which they could run one at a time, and posts a cell's messages when it passes the cell. The
+    # first cell that is not done never waits for one behind it, even if every send and every
+    # receive blocked. Any two ranks post the messages between them in the same order, which is all
+    # that NCCL goes by (it ignores tags).
+    for cell in simulate(schedule).cells:
+        outputs = [()] * len(cell.ops)
+        if cell.rank == me:
+            for need in [need for op in cell.ops for need in needs(op, worker.last)]:
+                for work in arriving.pop(need, ()):
+                    work.wait()
+            start = time.perf_counter()
+            outputs = [worker.run(op) for op in cell.ops]
+            timed.append(Timed(me, cell.ops, start, time.perf_counter()))
+        for op, output in zip(cell.ops, outputs):
+            (to, stage), key = receiver(op, place, worker.last), result(op)
+            if cell.rank == me and op.kind == "F" and to is not None:
+                check_fits(op, output, rooms[stage, op.microbatch])
+            # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
+            #          any. What does this rank do?
+            #          hint: it may be the one, the other, both or neither
+            if cell.rank == me == to:
+                worker.results[key] = output
+            elif cell.rank == me and to is not None:
+                # isend to the neighbouring stage, B·S·D: both ends post it at this cell
+                sent = [y.contiguous() for y in output]
+                leaving.extend((dist.isend(y, group=group, group_dst=to), y) for y in sent)
+            elif to == me:
+                worker.results[key] = room = worker.room(key, stage)
+                # irecv, B·S·D: posted while the sender computes, awaited where it is first used
+                arriving[key] = [dist.irecv(y, group=group, group_src=cell.rank) for y in room]
+            # /Q4.6
+        outputs = output = sent = room = work = None  # a name would keep its tensor
+        while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
+            leaving.popleft()[0].wait()
+        for op in cell.ops if cell.rank == me else ():
+            if op.kind != "F":
+                worker.add_up(op.stage, op in final)
+            if last_backward and op in final:
+                last_backward(op.stage)
+    for work, _ in leaving:
+        work.wait()
+    return worker.losses, timed
+
+
+# ── ten more schedules, in a shorthand ───────────────────────────────────────────────────────
+
+
+def spell(words, tracks):
+    """Return one rank's list of cells, from words. "F" is the rank's next forward, "I" or "B" its
+    next backward, "W" the weight gradients of the oldest I without one. "Fa" and "Fb" name one of
+    several tracks; "&" fuses two operations into a cell.
+
+    tracks: {letter: (forwards, backwards)}, each a list of (stage, micro-batch[, direction]) in
+    their order. A word that finds nothing left to do is skipped, so the words may ask for too much:
+    "F F F " + "F B " * m is 1F1B on rank 0 of 4 ranks, for any m, its cool-down included. A list
+    says "W", of any track, or "Wa" and "Wb", but not both: each takes from a queue of its own.
+    """
+    todo, cells = defaultdict(deque), []
+    for letter, (forwards, backwards) in tracks.items():
+        todo["F" + letter] = deque(forwards)
+        todo["B" + letter] = todo["I" + letter] = deque(backwards)
+    for word in words.split():
+        cell = ()
+        for part in word.split("&"):
+            if todo[part]:
+                at = todo[part].popleft()
+                cell += (Op(part[0], *at),)
+                if part[0] == "I":
+                    todo["W"].append(at)
+                if part[0] == "I" and part != "I":
+                    todo["W" + part[1:]].append(at)
+        cells += [cell] if cell else []
+    return cells
+
+
+def looped(n, m, words, c=1, g=None):
+    """Return every rank's list, by words(r) on rank r, whose k-th chunk is stage k·n + r.
+    Micro-batches pass through all chunks of a rank in groups of g; backward takes the last chunk
+    first."""
+    groups = [range(m)[k : k + (g or m)] for k in range(0, m, g or m)]
+    order = lambda r, chunks: [(k * n + r, i) for group in groups for k in chunks for i in group]
+    track = lambda r: (order(r, range(c)), order(r, range(c)[::-1]))
+    return [spell(words(r), {"": track(r)}) for r in range(n)]
+
+
+def eager_1f1b(n, m):
+    """1F1B that starts its backwards one round trip later, so that messages travel while a rank
+    computes. Holds up to twice as much. Bubble (n-1)(F+B)."""
+    return looped(n, m, lambda r: "F " * 2 * (n - 1 - r) + "F B " * m)
+
+
+def zb_h1(n, m):
+    """1F1B with the W put off, to fill the end of the step (Qi et al., arXiv:2401.10241). Bubble
+    (n-1)(F+I-W), memory of 1F1B."""
+    return looped(n, m, lambda r: "F " * (n - 1 - r) + "F I " * r + "F I W " * m)
+
+
+def zb_h2(n, m):
+    """Eager 1F1B with the W put off (source: as zb-h1). With F = I = W and 2n - 1 micro-batches, no
+    rank idles between its first operation and its last; it holds 2n - 1 micro-batches."""
+    return looped(n, m, lambda r: "F " * 2 * (n - 1 - r) + "F I " * 2 * r + "F I W " * m)
+
+
+def looped_bfs(n, m, c=2):
+    """GPipe with c chunks per rank, breadth first (Lamy-Poirier, arXiv:2211.05953). Bubble
+    (n-1)(F+B)/c, memory of GPipe."""
+    return looped(n, m, lambda r: "F " * m * c + "B " * m * c, c)
+
+
+def interleaved(n, m, c=2, g=None):
+    """1F1B with c chunks per rank (Narayanan et al., arXiv:2104.04473). Bubble (n-1)(F+B)/c; holds
+    up to 1 + (n-1)/(cn) times as much as 1F1B."""
+    g = group_size(n, m, g)
+    ahead = lambda r: 2 * (n - 1 - r) + (c - 1) * g
+    return looped(n, m, lambda r: "F " * ahead(r) + "F B " * m * c, c, g)
+
+
+def interleaved_zb(n, m, c=2, g=None):
+    """Interleaved 1F1B with the W put off (torch's InterleavedZeroBubble). Bubble (n-1)(F+I-W)/c,
+    memory of 1F1B."""
+    g = group_size(n, m, g)
+    ahead = lambda r: n - 1 - r + (c - 1) * g
+    return looped(n, m, lambda r: "F " * ahead(r) + "F I " * r + "F I W " * m * c, c, g)
+
+
+def group_size(n, m, g=None):
+    """Return g, or the least size of a group that works. In a group of fewer than n micro-batches,
+    the first rank waits for the last; n = 8, m = 12 and g = 8 (a last group of 4) never ends.
+    Raises ValueError."""
+    sizes = [k for k in range(n, m + 1) if m % k == 0 or m % k >= n] or [m]
+    if g not in (None, *sizes):
+        stalls = f"--group {g} with --micro-batches {m} stalls {n} ranks"
+        raise ValueError(f"{stalls}: use one of {sizes}")
+    return g or sizes[0]
+
+
+def folded(n, m, words):
+    """Return every rank's list, by words(r). The stages go down the ranks and back up: rank r holds
+    stage r, its track a, and stage 2n-1-r, its track b."""
+    track = lambda stage: 2 * [[(stage, i) for i in range(m)]]
+    return [spell(words(r), dict(a=track(r), b=track(2 * n - 1 - r))) for r in range(n)]
+
+
+def zb_v(n, m):
+    """Zero bubble in a V (Qi et al., arXiv:2405.15362): each rank holds what 1F1B's first does, and
+    with F = I = W and 2n micro-batches no rank idles between its first operation and its last."""
+
+    def words(r):
+        start = "Fa " * (2 * (n - r) - 1) + "Fb Fa " * r + "Fb Ib Wb " * (n - r)
+        steady = "Fa Ia Wa Fb Ib Wb " * (max(m, 2 * n - 1) - n)
+        return start + steady + "Ia Ib " * r + "Ia Wa " * (n - r) + "Wb " * r + "Wa " * r
+
+    return folded(n, m, words)
+
+
+def _dual_words(r, half, m):
+    """Return the eight steps of DualPipe at place r of `half`, the ranks from an end to the fold,
+    for m micro-batches per chunk, 2·half or more. Names as in github.com/deepseek-ai/DualPipe.
+
+    At the fold the first F and B of step 4 stay two cells. Fused, the forward would wait for the
+    gradient, and all ranks for the forward.
+    """
+    first = "Fa Bb " if r == half - 1 else "Fa&Bb "
+    both = [f"{'B' if k <= r else 'I'}{'ba'[k % 2]} " for k in range(2 * r + 2)]
+    steps = [
+        "Fa " * 2 * (half - 1 - r),                                   # 1  nF0
+        "Fa Fb " * (r + 1),                                           # 2  nF0F1
+        "Ib W Fb " * (half - 1 - r),                                  # 3  nB1W1F1
+        first + "Fb&Ba " + "Fa&Bb Fb&Ba " * (m - 2 * half + r),       # 4  nF0B1F1B0
+        "Bb Fb&Ba " * (half - 1 - r),                                 # 5  nB1F1B0
+        "".join(both),                                                # 6  nB1B0
+        "W Ia " * (half - 1 - r),                                     # 7  nWB0
+        "W " * (r + 1),                                               # 8  nW
+    ]  # fmt: skip
+    return "".join(steps)
+
+
+def dualpipev(n, m):
+    """DualPipe cut in half: ZB-V's placement, and one copy of the weights. Bubble (n-1)(F+2B-3W)/2
+    if F = I = W; holds n + 1/2."""
+    return folded(n, m, lambda r: _dual_words(r, n, max(m, 2 * n)))
+
+
+def dualpipe(n, m):
+    """Two directions at once (DeepSeek-V3, arXiv:2412.19437). Rank r holds stage r of direction 0
+    and stage n-1-r of direction 1, so two ranks hold each weight; m counts both directions. Bubble
+    (n/2-1)(F+2B-3W) if F = I = W; holds n + 1."""
+    if n % 2:
+        raise ValueError(f"dualpipe folds the ranks in two: --ranks {n} is odd")
+    lists, half = [], (m + 1) // 2
+    track = lambda direction, stage, share: 2 * [[(stage, i, direction) for i in share]]
+    for r in range(n):
+        tracks = [track(0, r, range(half)), track(1, n - 1 - r, range(half, m))]
+        a, b = tracks if r < n // 2 else tracks[::-1]
+        words = _dual_words(min(r, n - 1 - r), n // 2, max(half, n))
+        lists.append(spell(words, dict(a=a, b=b)))
+    return lists
+
+
+def zb_auto(n, m, limit=None, costs=(1, 1, 1, 0), kept=1.0):
+    """Greedy: a rank that is free takes I if it can, else F if memory allows, else W (the heuristic
+    of Qi et al., arXiv:2401.10241, section 3.1, without its look-ahead).
+
+    limit: micro-batches whose activations a rank may hold (default 2n - 1, for no bubble within a
+    rank's span; n is ZB-H1's memory). kept: the part of them that lives on from I to W.
+    """
+    limit = 2 * n - 1 if limit is None else limit
+    if limit < 1:
+        raise ValueError(f"--limit {limit}: a rank must be allowed one micro-batch")
+    lists, free, never = [[] for _ in range(n)], [0.0] * n, math.inf
+    count = [[0, 0, 0] for _ in range(n)]  # I, F and W that a rank has run
+    arrival = {(kind, end, i): 0 for kind, end in (("F", -1), ("I", n)) for i in range(m)}
+
+    def soonest(r):
+        """(start, 0 for I 1 for F 2 for W, r, micro-batch) of what rank r would do next: the
+        soonest, and of those that could start at once, I before F before W."""
+        i, f, w = count[r]
+        room = f - (1 - kept) * i - kept * w + 1 <= limit + 1e-9
+        at_I = arrival.get(("I", r + 1, i), never) if i < f else never
+        at_F = arrival.get(("F", r - 1, f), never) if room else never
+        at_W = 0 if w < i else never
+        starts = zip((at_I, at_F, at_W), (i, f, w))
+        return min((max(free[r], at), k, r, number) for k, (at, number) in enumerate(starts))
+
+    upcoming = [soonest(r) for r in range(n)]
+    while (chosen := min(upcoming))[0] < never:
+        start, k, r, i = chosen
+        lists[r].append((Op("IFW"[k], r, i),))
+        count[r][k] += 1
+        free[r] = start + (costs[1], costs[0], costs[2])[k]
+        arrival["IFW"[k], r, i] = free[r] + costs[3]
+        for near in range(max(0, r - 1), min(n, r + 2)):
+            upcoming[near] = soonest(near)
+    return lists
+
+
+SCHEDULES = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_1f1b, "interleaved": interleaved,
+    "looped-bfs": looped_bfs, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-auto": zb_auto, "zb-v": zb_v,
+    "interleaved-zb": interleaved_zb, "dualpipev": dualpipev, "dualpipe": dualpipe,
 }  # fmt: skip
 
 
-def closed_form(name, p, m, v=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
-    """(bubble, peak of each rank, messages) by FORMULAS; None for the first two where they are not
-    exact. B = I + W, k = kept, and DualPipe's F&B takes F + B: nothing is gained by the overlap."""
-    given = dict(zip("FIW", costs), p=p, m=m, v=v, k=kept, limit=limit or 2 * p - 1)
-    given |= dict(B=costs[1] + costs[2], g=group_size(p, m, g))
-    bubble, _, peak, boundaries, exact = FORMULAS[name]
-    messages = 2 * m * eval(boundaries, given) if p > 1 else 0
-    if costs[3] or not eval(exact, given):
-        return None, None, messages
-    return eval(bubble, given), [eval(peak, given | {"s": s}) for s in range(p)], messages
+# bubble without comm, the most held on each rank, results sent, and of what the bubble is a part
+Form = namedtuple("Form", "bubble peaks messages of")
 
 
-# ── drawing ──────────────────────────────────────────────────────────────────────────────────
+def closed_form(name, n, m, c=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
+    """Return the Form of a schedule; bubble and peaks are None where the formulas are not exact.
+    DualPipe's F&B takes F + B: nothing is gained by the overlap."""
+    (F, I, W, comm), g, limit = costs, group_size(n, m, g), limit or 2 * n - 1
+    B, even, filled, full = I + W, F == I == W, W <= min(F, I), m >= 2 * n
+    along, loop, vee = n - 1, c * n - 1, 2 * (n - 1)  # boundaries between ranks
+    warm = lambda r: n - r  # warm-up of 1F1B, and the forward after it
+    bubble, peak, boundaries, exact, of = {
+        "gpipe": ((n - 1) * (F + B), lambda r: m, along, True, "makespan"),
+        "1f1b": ((n - 1) * (F + B), lambda r: min(m, warm(r)), along, True, "makespan"),
+        "eager-1f1b": (
+            (n - 1) * (F + B), lambda r: min(m, 2 * warm(r) - 1), along, True, "makespan"
+        ),
+        "interleaved": (
+            (n - 1) * (F + B) / c, lambda r: min(m, (2 * warm(r) - 1 + (c - 1) * g) / c), loop,
+            m >= n, "makespan",
+        ),
+        "looped-bfs": ((n - 1) * (F + B) / c, lambda r: m, loop, m >= n, "makespan"),
+        "zb-h1": (
+            (n - 1) * (F + I - W), lambda r: warm(r) + r * kept, along, m >= n and filled,
+            "makespan",
+        ),
+        "zb-h2": (
+            (n - 1) * (F + I - 2 * W), lambda r: 2 * warm(r) - 1 + 2 * r * kept, along,
+            m >= 2 * n - 1 and filled, "span",
+        ),
+        "zb-auto": (
+            0, lambda r: 2 * n - 1, along,
+            even and kept == 1 and m >= 2 * n - 1 == limit, "span",
+        ),
+        "zb-v": (0, lambda r: n, vee, even and full, "span"),
+        "interleaved-zb": (
+            (n - 1) * (F + I - W) / c, lambda r: (warm(r) + (c - 1) * g + r * kept) / c, loop,
+            m >= n and filled, "makespan",
+        ),
+        "dualpipev": (
+            (n - 1) * (F + 2 * B - 3 * W) / 2, lambda r: n + 1 / 2, vee, even and full, "makespan"
+        ),
+        "dualpipe": (
+            (n / 2 - 1) * (F + 2 * B - 3 * W), lambda r: n + 1, along,
+            even and full and m % 2 == 0, "makespan",
+        ),
+    }[name]  # fmt: skip
+    crossings = 2 * m * boundaries if n > 1 else 0
+    if comm or not exact:
+        return Form(None, None, crossings, of)
+    return Form(bubble, [peak(r) for r in range(n)], crossings, of)
+
+
+# ── what a library adds: agreement, shared weights, pictures ─────────────────────────────────
+
+_all_gather = dist.all_gather  # torch's own: what is agreed upon is no part of a step's ledger
+
+
+def agreed(schedule, own, stages, group):
+    """Return every rank's `own`, by rank, after all ranks have shown the same lists. Asked once for
+    the same lists, modules and `own`. Raises Disagreement."""
+    known = vars(stages[min(stages)]).setdefault("_agreed", {})
+    key = group.group_name, tuple(map(tuple, schedule)), own
+    if key not in known:
+        lists = [(r, i, cell) for r, cells in enumerate(schedule) for i, cell in enumerate(cells)]
+        lines = [f"{'&'.join(show(*cell))} at place {i} of list {r}" for r, i, cell in lists]
+        with patch.object(dist.distributed_c10d, "all_gather", _all_gather):
+            agree(lines, group)
+            everybody = [None] * dist.get_world_size(group)
+            # all_gather_object over the group: what each rank has
+            dist.all_gather_object(everybody, own, group=group)
+        known[key] = everybody
+    return known[key]
+
+
+def agreed_rooms(schedule, stages, microbatches, group):
+    """Return {(stage, micro-batch): [(shape, dtype) of each tensor that arrives there]}, after all
+    ranks agreed on the lists. Raises ValueError, Disagreement."""
+    m, me = len(microbatches), dist.get_rank(group)
+    if len(schedule) != (n := dist.get_world_size(group)):
+        raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
+    count = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
+    if count != m:
+        raise ValueError(f"the schedule has {count} micro-batches, and {m} are given")
+    missing = {s for (_, s), rank in placement(schedule).items() if rank == me} - {*stages}
+    if missing:
+        raise ValueError(f"the schedule places stages {missing} on rank {me}, which lacks them")
+    kind = lambda room: tuple((t.shape, t.dtype) for t in tensors(room))
+    rooms = tuple(
+        (stage, i, kind(module.boundary(microbatches[i])))
+        for stage, module in sorted(stages.items()) for i in range(m)
+    )  # fmt: skip
+    everybody = agreed(schedule, rooms, stages, group)
+    return {(stage, i): list(room) for rooms in everybody for stage, i, room in rooms}
+
+
+def check_fits(op, output, room):
+    """Raise ValueError unless a stage's output is what the next one has room for."""
+    if (shapes := [(y.shape, y.dtype) for y in output]) != room:
+        text = lambda kind: ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in kind)
+        raise ValueError(f"{show(op)[0]} returns {text(shapes)}, and boundary() of stage "
+                         f"{op.stage + 1} makes room for {text(room)}")  # fmt: skip
+
+
+def share_gradients(schedule, stages, group):
+    """Add up the gradients of weights that several ranks hold: a name that stands on several ranks
+    is one parameter (both ends of a tied embedding, or DualPipe's two copies of everything). Where
+    one rank has both ends, autograd has done it.
+
+    Call it once a step, after the last execute(). A second call for the same gradients changes
+    nothing. Raises ValueError where gradients have been added to since, or copies differ in shape.
+    """
+    me, params = dist.get_rank(group), {}
+    for _, module in sorted(stages.items()):
+        params |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    own = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in params.items())
+    holders = defaultdict(dict)  # {name: {rank: (name, shape, dtype)}}
+    for rank, everything in enumerate(agreed(schedule, own, stages, group)):
+        for about in everything:
+            holders[about[0]][rank] = about
+    parts, calls = {}, []
+    for name in sorted(name for name in params if len(holders[name]) > 1):
+        if len({*holders[name].values()}) > 1:
+            raise ValueError(f"{name} stands on several ranks and differs: {holders[name]}")
+        grad = params[name].grad
+        if (seen := getattr(grad, "shared_at", None)) == grad._version:
+            return
+        if seen is not None:
+            raise ValueError(f"the gradient of {name} was added up already, and has changed since: "
+                             "call share_gradients once a step, after the last execute")  # fmt: skip
+        parts[name] = {r: grad if r == me else torch.empty_like(grad) for r in holders[name]}
+        for r in {*parts[name]} - {me}:
+            calls += [(dist.isend, grad, r), (dist.irecv, parts[name][r], r)]
+    calls = [dist.P2POp(call, part, group=group, group_peer=r) for call, part, r in calls]
+    # batch_isend_irecv with the ranks that hold the same weights: one batch, so none goes first
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()
+    for name, part in parts.items():  # in the order of ranks, so that copies stay equal to the bit
+        grad = params[name].grad.copy_(sum(part[r] for r in sorted(part)))
+        grad.shared_at = grad._version
 
 
 def bars(timeline):
-    """(rank, op, start, length) of each operation; of a fused cell, each gets its usual share: a B
-    twice that of an F."""
+    """Yield (rank, op, start, length) of each operation. In a fused cell each operation gets its
+    usual part: a B twice that of an F."""
     for rank, ops, start, end in timeline.cells:
         parts = [1 + (op.kind == "B") for op in ops]
         for k, op in enumerate(ops):
@@ -461,8 +998,8 @@ def bars(timeline):
 
 
 def sketch(timeline, width=160):
-    """A Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and on,
-    dots where it idles; "" where that takes more than `width` columns."""
+    """Return a Gantt in characters: kind and micro-batch, lower case for a rank's second chunk and
+    those after it, dots where it idles; "" where that takes more than `width` columns."""
     lines, drawn = [""] * len(timeline.ranks), [bar for bar in bars(timeline) if bar[-1]]
     if not drawn:
         return ""
@@ -477,6 +1014,251 @@ def sketch(timeline, width=160):
     lines = [line.ljust(column(timeline.makespan), ".") for line in lines]
     return "\n".join(lines) if len(lines[0]) <= width else ""
 
+
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
+
+import inspect
+import json
+import weakref
+
+KEPT = 5 / 9  # of what a Block saves, the part that lives on from I to W
+
+
+class Scale:
+    """Weighs the activations that autograd saves in the given blocks: `peak` is the most bytes ever
+    alive at once. It follows the tensors' storages, so whatever keeps one, a graph or a box, is found out."""
+
+    def __init__(self, blocks):
+        self.now = self.peak = 0
+        weights = [param for block in blocks for param in block.parameters()]
+        self.weights = {param.untyped_storage().data_ptr() for param in weights}
+        saving = saved_tensors_hooks(self._save, lambda t: t)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: saving.__enter__())
+            block.register_forward_hook(lambda *_: saving.__exit__())
+
+    def _save(self, t):
+        if t.untyped_storage().data_ptr() in self.weights:
+            return t
+        self._add(t.nbytes)
+        weakref.finalize(t.untyped_storage(), self._add, -t.nbytes)
+        return t
+
+    def _add(self, nbytes):
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def proof_batch(m, device, B=2, S=8):
+    """Return m micro-batches of random bytes, some with fewer bytes that count than others."""
+    generator = torch.Generator().manual_seed(1)
+    x_mBS, y_mBS = torch.randint(256, (2, m, B, S), generator=generator).to(device)
+    for i in range(m):
+        y_mBS[i, :, : i % S] = -100
+    assert len(x_mBS.unique()) > 8 and len(y_mBS.unique()) > 8, "a trivial batch proves nothing"
+    return [(x_BS, y_BS, (y_mBS != -100).sum()) for x_BS, y_BS in zip(x_mBS, y_mBS)]
+
+
+def twin_gradients(layers, batch, tied=True):
+    """Return {name: gradient} of the serial twin on the whole batch at once, and its loss. Not
+    tied, the head has a weight of its own, with the same values."""
+    x, y, _ = (torch.cat(part) if part[0].dim() else part for part in zip(*batch))
+    values = build(1, layers)[0].to(x.device, torch.float64).state_dict()
+    values |= {} if tied else {"head.weight": values["embedding.weight"].clone()}
+    weights = {name: value.requires_grad_() for name, value in values.items()}
+    loss = twin_loss(weights, x, y)
+    return dict(zip(weights, torch.autograd.grad(loss, [*weights.values()]))), loss.detach()
+
+
+def mine(schedule, model, group):
+    """Return {stage: module}, of a list of all stages those of this rank."""
+    me = dist.get_rank(group)
+    return {stage: model[stage] for (_, stage), rank in placement(schedule).items() if rank == me}
+
+
+def check(schedule, layers, batch, group, times=1, share=True):
+    """Compare a step by `schedule` with the twin. Return the largest relative error of the loss and
+    of this rank's gradients; the bytes sent by all ranks; the most bytes saved in this rank's
+    blocks. times: a factor that every loss gets by mistake. share: add up what several hold."""
+    reference, loss = twin_gradients(layers, batch)
+    stages = mine(schedule, build(1 + max(placement(schedule))[1], layers), group)
+    model = nn.ModuleList(stages.values()).to(loss.device, torch.float64)
+    scale = Scale([block for stage in model for block in stage.blocks.values()])
+    with Ledger() as ledger:
+        losses, _ = execute(schedule, stages, [(x, y, k / times) for x, y, k in batch], group)
+    if share:
+        share_gradients(schedule, stages, group)
+    totals = torch.stack([sum(losses.values(), 0 * loss), loss.new_tensor(ledger.sent.total())])
+    # all_reduce(SUM) over pp, 2: the loss, which the last stage knows; the bytes of all ranks
+    dist.all_reduce(totals, group=group)
+    named = [pair for stage in model for pair in stage.named_parameters()]
+    errors = [relative_error(param.grad, reference[name]) for name, param in named]
+    return max(relative_error(totals[0], loss), *errors), totals[1].item(), scale.peak
+
+
+def proof(args, group, device):
+    """Yield a row for every schedule, and two that are wrong on purpose."""
+    n, m, c = dist.get_world_size(group), args.micro_batches, args.chunks or 2
+    batch, layers = proof_batch(m, device), n * math.lcm(2, c)
+    B_S_D = batch[0][0].numel() * 16 * 8
+    for name, schedule in schedules(args, n).items():
+        error, sent, held = check(schedule, layers, batch, group)
+        crossings = closed_form(name, n, m, c).messages
+        peak = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)]
+        yield Row(name, error, (sent, crossings * B_S_D), (held, peak * layers / n * 9 * B_S_D))
+    if n == 1 or m == 1:
+        return
+    whole, apart = (twin_gradients(layers, batch, tied)[0] for tied in (True, False))
+    ends = [  # each end of the tied embedding lacks the other's part
+        relative_error(apart[name], whole["embedding.weight"]) for name in apart if "." in name
+        and name.split(".")[0] in ("embedding", "head")
+    ]  # fmt: skip
+    error, *_ = check(one_f_one_b(n, m), layers, batch, group, times=m)
+    yield Row("losses not divided by m", error, wrong=m - 1)
+    error, *_ = check(one_f_one_b(n, m), layers, batch, group, share=False)
+    yield Row("tied ends not added up", error, wrong=max(ends))
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def runnable(n):
+    """Return the names of the schedules that n ranks can run."""
+    return [name for name in SCHEDULES if name != "dualpipe" or n % 2 == 0]
+
+
+def schedules(args, n):
+    """Return {name: schedule} on n ranks, each with the options that it takes: that of --schedule,
+    or all. Raises ValueError."""
+    made = {}
+    for name in [args.schedule] if args.schedule else runnable(n):
+        takes, options = inspect.signature(SCHEDULES[name]).parameters, {}
+        for flag, key in {"chunks": "c", "group": "g", "limit": "limit"}.items():
+            value = getattr(args, flag)
+            if value is not None and key in takes:
+                options[key] = value
+            elif value is not None and args.schedule:
+                raise ValueError(f"--{flag} {value} means nothing to --schedule {name}")
+        if "costs" in takes:  # the greedy one is made for them
+            options["costs"] = args.costs
+        made[name] = SCHEDULES[name](n, args.micro_batches, **options)
+    return made
+
+
+COLUMNS = """\
+                     time  idle of  in % of  in % of   idle in   closed   time of  micro-   closed
+                    of a    first    that    all the   a rank's  form of   a next  batches   form  results
+schedule            step   to last    time     work     own span   idle      step    held   of held    sent
+"""
+
+
+def report(args, n, made, timelines, out=print):
+    """Print the table of predictions: what is simulated, and its closed form where exact."""
+    m, costs = args.micro_batches, tuple(args.costs)
+    out(f"{n} ranks, {m} micro-batches, costs (F, I, W, message) {costs}")
+    out("idle: a step's time beyond the work of the busiest rank. * the form is of idle in the span.")
+    out("next step: begun by each rank when its own list is done. held: by the rank with most.\n")
+    out(COLUMNS, end="") if out is print else out(COLUMNS[:-1])
+    for name, t in timelines.items():
+        form = closed_form(name, n, m, args.chunks or 2, args.group, args.limit, costs)
+        idle, exact, held = t.makespan - t.ideal, "--", "--"
+        if form.peaks:
+            exact = f"{form.bubble:.4g}" + (" *" if form.of == "span" else "  ")
+            held = f"{max(form.peaks):.4g}"
+        out(f"{name:15}{t.makespan:9.5g}{idle:9.4g}{idle / t.makespan:9.1%}{idle / t.ideal:9.1%}"
+            f"{t.span - t.ideal:10.4g}{exact:>10}{marginal(made[name], costs, t):9.5g}"
+            f"{max(t.peak):8.4g}{held:>8}{t.messages:10}")  # fmt: skip
+
+
+def train_step(schedule, stages, optimizer, x_BS, y_BS, m, group):
+    """Take one step on a batch in m micro-batches. Return the loss, on the rank of the last stage,
+    else 0. A step in which no label counts is skipped, on all ranks."""
+    optimizer.zero_grad()
+    labels = (y_BS != -100).sum().item()
+    microbatches = list(zip(x_BS.chunk(m), y_BS.chunk(m), [labels] * m))
+    losses, _ = execute(schedule, stages, microbatches, group)
+    share_gradients(schedule, stages, group)
+    if labels:
+        optimizer.step()
+    return sum(losses.values(), torch.zeros((), device=x_BS.device))
+
+
+def train(args, name, schedule, group, device):
+    """Train on text by the schedule; print the loss beside the text's unigram entropy."""
+    text, m, count = read_text(args.text, 0), args.micro_batches, 1 + max(placement(schedule))[1]
+    stages = mine(schedule, build(count, max(count, 4 // count * count), D=64), group)
+    params = {param for stage in stages.values() for param in stage.to(device).parameters()}
+    optimizer = torch.optim.AdamW(params, lr=3e-3)
+    say(f"\n{name} on text; its unigram entropy is {unigram_entropy(text):.3f}")
+    for step in range(args.steps):
+        x_BS, y_BS = (part.to(device) for part in sample(text, step, 4 * m, 64))
+        loss = train_step(schedule, stages, optimizer, x_BS, y_BS, m, group)
+        # all_reduce(SUM) over pp, 1: only the last stage knows the loss
+        dist.all_reduce(loss, group=group)
+        if step % 10 == 0 or step == args.steps - 1:
+            say(f"step {step:3}  loss {loss.item():.3f}")
+
+
+def main(args, device):
+    """Predict, prove, then draw or train; 0 if everything is as claimed."""
+    group, name = dist.group.WORLD, args.schedule or "1f1b"
+    n = dist.get_world_size(group)
+    made = schedules(args, n)
+    timelines = {key: simulate(made[key], args.costs) for key in made}
+    say(f"04 pipeline schedules · {n} ranks · {dist.get_backend()} · {device.type}\n")
+    say(f"{name}\n{sketch(timelines[name]) or '(too wide to draw here)'}\n")
+    say(f"the list of rank 0, with its messages (<: from, >: to)\n{messages(made[name], 0)}\n")
+    report(args, n, made, timelines, say)
+    say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
+    broken = prove(list(proof(args, group, device)), device)
+    if args.plot and dist.get_rank(group) == 0:
+        gantt({name: timelines[name]}, args.plot)
+    if not args.plot:
+        train(args, name, made[name], group, device)
+    return broken
+
+
+def predict(args):
+    """Answer --list and --simulate, which need no ranks."""
+    if args.list:
+        for name, make in SCHEDULES.items():
+            print(f"{name}\n    " + inspect.getdoc(make).replace("\n", "\n    "))
+        return
+    validate(args, args.ranks)
+    made = schedules(args, args.ranks)
+    timelines = {name: simulate(made[name], args.costs) for name in made}
+    if args.json:
+        cells = lambda t: [[cell.rank, show(*cell.ops), cell.start, cell.end] for cell in t.cells]
+        print(json.dumps({name: cells(timeline) for name, timeline in timelines.items()}))
+        return
+    for name, timeline in timelines.items():
+        print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
+    report(args, args.ranks, made, timelines)
+
+
+def validate(args, ranks):
+    """Refuse, in a sentence, what cannot work."""
+    counts = {"ranks": ranks, "micro-batches": args.micro_batches, "chunks": args.chunks}
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} {value}: at least 1 is needed")
+    if args.json and not args.simulate:
+        raise ValueError("--json prints what --simulate predicts: give both")
+    try:
+        args.costs = [float(number) for number in str(args.costs).strip("[]").split(",")]
+        F, I, W, comm = args.costs
+    except ValueError as error:
+        raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm") from error
+    if F == I == W == 0:
+        raise ValueError(f"--costs {args.costs}: one of F, I and W must take time")
+    if args.plot and args.simulate:
+        raise ValueError("--plot draws after the proof, which --simulate leaves out")
+    read_text(args.text, at_least=65)
+    for schedule in () if args.simulate else schedules(args, ranks).values():
+        simulate(schedule, args.costs)
+
+
+# ── pictures ─────────────────────────────────────────────────────────────────────────────────
 
 NAMES = {"F": "forward", "I": "input gradient", "B": "both gradients", "W": "weight gradient"}
 COLORS = {"F": "#dcebf7", "I": "#f4b678", "B": "#d0693c", "W": "#1f3f5b"}  # light to dark
@@ -495,14 +1277,16 @@ def gantt(timelines, path):
     timelines = timelines if isinstance(timelines, dict) else {"": timelines}
     most, longest = (max(of(t) for t in timelines.values())
                      or 1.0 for of in (lambda t: max(t.peak), lambda t: t.makespan))  # fmt: skip
-    height = 0.5 + sum(0.45 + 0.36 * len(t.ranks) for t in timelines.values())
+    height = 0.8 + sum(0.6 + 0.36 * len(t.ranks) for t in timelines.values())
     figure = Figure(figsize=(13, height), layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False).flat
     for axes, (title, t) in zip(panels, timelines.items()):
         title += f"   bubble {t.bubble:.1%} of a rank's span, holds {max(t.peak):.3g} micro-batches"
         axes.set_title(title, loc="left", size=10)
         axes.set(xlim=(0, longest), ylim=(len(t.ranks) - 0.4, -0.5))
-        axes.set_axis_off()
+        axes.set_yticks(range(len(t.ranks)), [f"rank {rank}" for rank in range(len(t.ranks))])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(labelsize=7, left=False)
         for rank, op, start, length in bars(t):
             axes.barh(rank - 0.13, length, 0.46, start, color=COLORS[op.kind], ec="black", lw=0.3)
             if op.stage >= len(t.ranks) or op.direction:
@@ -514,6 +1298,7 @@ def gantt(timelines, path):
             times, levels = zip(*t.held(rank))
             curve = [rank + 0.48 - 0.36 * level / most for level in levels]
             axes.fill_between(times, curve, rank + 0.48, step="post", fc=GREY)
+    axes.set_xlabel("time, in units of F", size=8)
     patches = [Patch(fc=COLORS[kind], ec="black", lw=0.4, label=NAMES[kind]) for kind in NAMES]
     patches.append(Patch(fc="black", label="foot: a later chunk, or direction"))
     patches.append(Patch(fc=GREY, label="activations held"))
@@ -521,497 +1306,24 @@ def gantt(timelines, path):
     figure.savefig(path, dpi=120)
 
 
-def bubbles(path, p, times=(1, 2, 3, 4, 6, 8)):
-    """Draw the bubble of each schedule against m/p into a picture file; equal ones share a line."""
+def bubbles(path, n, times=(1, 2, 3, 4, 6, 8)):
+    """Draw the bubble of each schedule against m/n into a picture file; equal ones share a line."""
     from matplotlib.figure import Figure
 
     curves, figure = defaultdict(list), Figure(figsize=(9, 4.2), layout="constrained")
-    for name in runnable(p):
-        shares = [100 * simulate(SCHEDULES[name](p, k * p)).bubble for k in times]
+    for name in runnable(n):
+        shares = [100 * simulate(SCHEDULES[name](n, k * n)).bubble for k in times]
         curves[tuple(round(share, 6) for share in shares)].append(name)
     axes = figure.subplots()
     axes.set_prop_cycle(color="#0072b2 #e69f00 #000000 #56b4e9 #d55e00 #999999 #009e73".split())
     for k, shares in enumerate(sorted(curves, key=lambda shares: shares[::-1], reverse=True)):
         look = "osD^vP*"[k % 7] + ("-", "--", ":")[k % 3]
         axes.plot(times, shares, look, label=" = ".join(curves[shares]))
-    axes.set(title=f"Bubble of a rank's span, {p} ranks, F = I = W, no communication time")
-    axes.set(xlabel="micro-batches per rank, m/p", ylabel="idle, % of a rank's span", xticks=times)
+    axes.set(title=f"Bubble of a rank's span, {n} ranks, F = I = W, no communication time")
+    axes.set(xlabel="micro-batches per rank, m/n", ylabel="idle, % of a rank's span", xticks=times)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-
-
-# ── the serial twin, cut into stages ─────────────────────────────────────────────────────────
-
-
-class _Matmul(torch.autograd.Function):
-    """
-    forward   x Wᵀ
-    backward  the input gradient now; the weight gradient now, or later: a closure in a list
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, later):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, d_y):
-        x, weight = ctx.saved_tensors[0].detach(), ctx.weight  # detached: x would keep its graph
-        d_x = d_y @ weight if ctx.needs_input_grad[0] else None
-        d_weight = lambda: d_y.flatten(0, -2).T @ x.flatten(0, -2)
-
-        def accumulate():
-            weight.grad = d_weight() if weight.grad is None else weight.grad + d_weight()
-
-        # Q4.4 ** Upstream waits for d_x and nobody for d_weight: return it, or leave it for later?
-        #         hint: a frozen weight owes nothing; if later is a list, autograd must get None
-        if not ctx.needs_input_grad[1]:
-            return d_x, None, None
-        if ctx.later is None:
-            return d_x, d_weight(), None
-        ctx.later.append(accumulate)
-        return d_x, None, None
-        # /Q4.4
-
-
-class Block(nn.Module):
-    """x + down(gelu(up(x))), (B, S, D) to itself. Saves 9·B·S·D elements for backward, of which the
-    inputs of the two matrices, 5·B·S·D, until W (and with them the gradients of their outputs)."""
-
-    def __init__(self, D):
-        super().__init__()
-        self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((D, 4 * D), (4 * D, D)))
-        for layer in (self.up, self.down):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-
-    def forward(self, x_BSD, later=None):
-        h = F.gelu(_Matmul.apply(x_BSD, self.up.weight, later))
-        return x_BSD + _Matmul.apply(h, self.down.weight, later)
-
-
-class Stage(nn.Module):
-    """Consecutive blocks {global index: Block}; the first stage embeds, the last returns the loss.
-
-    A micro-batch is (x_BS, y_BS, divisor): bytes, the bytes after them (-100: not counted), and the
-    number of counted ones in the whole step. The head is the embedding's own weight (tied).
-    """
-
-    def __init__(self, blocks, embedding, first, last):
-        super().__init__()
-        self.blocks, self.first, self.last = nn.ModuleDict(blocks), first, last
-        self.D, self.embedding = embedding.embedding_dim, embedding if first or last else None
-
-    def boundary(self, microbatch):
-        """Room for what arrives from a neighbouring stage: (B, S, D)."""
-        return next(self.parameters()).new_empty(*microbatch[0].shape, self.D)
-
-    def forward(self, h_BSD, microbatch, later=None):
-        x_BS, y_BS, divisor = microbatch
-        if self.first:
-            h_BSD = self.embedding(x_BS)
-        for block in self.blocks.values():
-            h_BSD = block(h_BSD, later)
-        if not self.last:
-            return h_BSD
-        logits_BSV = _Matmul.apply(h_BSD, self.embedding.weight, later)
-        # Q4.5 ** Micro-batches differ in how many bytes count; their gradients are summed. What is
-        #         the loss of one?
-        #         hint: not its mean, which would weigh a short one like a long one
-        logits, targets = logits_BSV.flatten(0, 1), y_BS.flatten()
-        total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        return total / divisor
-        # /Q4.5
-
-
-def build(stages, layers, D=16, V=256):
-    """The model as a list of stages, from one seed however it is cut; run in turn, or as one stage,
-    it is the serial twin. Parameters are named by global layer index. Raises ValueError."""
-    if layers % stages:
-        raise ValueError(f"--layers {layers} cannot be cut into {stages} equal stages")
-    torch.manual_seed(0)
-    embedding, blocks = nn.Embedding(V, D), [(str(k), Block(D)) for k in range(layers)]
-    nn.init.normal_(embedding.weight, std=D**-0.5)
-    cut = lambda k: dict(blocks[k * layers // stages : (k + 1) * layers // stages])
-    return [Stage(cut(k), embedding, k == 0, k == stages - 1) for k in range(stages)]
-
-
-# ── the executor ─────────────────────────────────────────────────────────────────────────────
-
-# Why nothing deadlocks, whatever the schedule: every rank walks one and the same list of all cells,
-# in an order in which they could run one at a time, and posts a cell's messages where it passes the
-# cell. The first cell that is not done never waits for one behind it, even if every send and every
-# receive blocked; and any two ranks post what passes between them in the same order, which is all
-# that NCCL goes by (it ignores tags).
-
-
-class _Worker:
-    """A rank at work: its stages, what they got from their neighbours, and the graphs and closures
-    of forwards whose backward is still to come."""
-
-    def __init__(self, schedule, stages, microbatches):
-        ops = [op for cells in schedule for cell in cells for op in cell]
-        self.stages, self.microbatches, self.last = stages, microbatches, max(o.stage for o in ops)
-        self.split = {op[1:3] for op in ops if op.kind == "I"}
-        self.trained = {op[1:3] for op in ops if op.kind in "IB"}
-        self.results, self.losses, self.graphs, self.owed = {}, {}, {}, {}
-
-    def run(self, op):
-        """Compute one operation; returns what the neighbouring stage is to get."""
-        at = stage, i = op.stage, op.microbatch
-        if op.kind == "F":
-            x = self.results.pop(("F", stage - 1, i), None)
-            later = self.owed[at] = [] if at in self.split else None
-            with torch.set_grad_enabled(at in self.trained):
-                x = x if x is None else x.requires_grad_()
-                y = self.stages[stage](x, self.microbatches[i], later)
-            if y.requires_grad:  # the edge into the graph, not y: an output is freed once sent
-                self.graphs[at] = x, get_gradient_edge(y)
-            if stage == self.last:
-                self.losses[i] = y.detach()
-            return y.detach()
-        if op.kind == "W":
-            while self.owed[at]:
-                self.owed[at].pop()()
-            return None
-        d_y = self.results.pop(("G", stage + 1, i), None)
-        x, edge = self.graphs.pop(at, (None, None))
-        if edge:  # a frozen first stage has none
-            torch.autograd.backward([edge], [self.losses[i].new_ones(()) if d_y is None else d_y])
-        return None if x is None else x.grad
-
-
-def execute(schedule, stages, microbatches, group, last_backward=None):
-    """Run a schedule on the ranks of `group`, one list each, and add up gradients in .grad.
-
-    Args:
-        schedule: per rank a list of cells, as in SCHEDULES; micro-batches of which it has only F
-            run without gradients (validation).
-        stages: {stage: module}, this rank's. A module is called module(x, microbatch, later). x is
-            what the stage before returned, None for the first; the last returns its scalar loss.
-            later is None, or a list where the schedule splits this backward into I and W: then
-            each layer's backward appends to it a closure that adds the weight gradient to .grad,
-            and W calls these. module.boundary(microbatch) returns an empty tensor with the shape,
-            dtype and device of what arrives from a neighbour, either way.
-        microbatches: a sequence; its i-th is what modules get for micro-batch i.
-        last_backward: called with a stage once its last gradient of this step is complete. Closures
-            fire no parameter hooks, so a stage's data-parallel reduction starts here.
-    Returns {micro-batch: loss}, empty where the last stage is not, and this rank's cells as Timed,
-    in seconds of this machine's clock (on a GPU, of launching them).
-    """
-    me, place, timed = dist.get_rank(group), placement(schedule), []
-    if len(schedule) != (n := dist.get_world_size(group)):
-        raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
-    worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
-    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}.values()
-    for cell in simulate(schedule).cells:
-        outputs = [None] * len(cell.ops)
-        if cell.rank == me:
-            for need in [need for op in cell.ops for need in needs(op, worker.last)]:
-                if need in arriving:
-                    arriving.pop(need).wait()
-            start = time.perf_counter()
-            outputs = [worker.run(op) for op in cell.ops]
-            timed.append(Timed(me, cell.ops, start, time.perf_counter()))
-        for op, output in zip(cell.ops, outputs):
-            to, stage = receiver(op, place, worker.last)
-            # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
-            #          any. What does this rank do?
-            #          hint: it may be the one, the other, both or neither
-            if cell.rank == me == to:
-                worker.results[result(op)] = output
-            elif cell.rank == me and to is not None:
-                # isend to the neighbouring stage, B·S·D: both ends post it at this cell
-                leaving.append((dist.isend(output, group=group, group_dst=to), output))
-            elif to == me:
-                room = stages[stage].boundary(microbatches[op.microbatch])
-                # irecv, B·S·D: posted while the sender computes, awaited where it is first used
-                arriving[result(op)] = dist.irecv(room, group=group, group_src=cell.rank)
-                worker.results[result(op)] = room
-            # /Q4.6
-        outputs = output = room = None
-        while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
-            leaving.popleft()[0].wait()
-        for op in [op for op in cell.ops if last_backward and op in final]:
-            last_backward(op.stage)
-    for work, _ in leaving:
-        work.wait()
-    return worker.losses, timed
-
-
-def share_gradients(schedule, stages, group):
-    """Add up the gradients of weights that two ranks hold: both ends' of a tied embedding, or
-    DualPipe's two copies of everything. Where one rank has both ends, autograd has done it. What is
-    frozen must be so on both."""
-    place, me = placement(schedule), dist.get_rank(group)
-    ends = place[0, 0], place[0, max(place)[1]]
-    if (1, 0) in place:
-        peer, modules = dist.get_world_size(group) - 1 - me, [stages[s] for s in sorted(stages)]
-    elif me in ends and ends[0] != ends[1]:
-        peer, modules = sum(ends) - me, [s.embedding for s in stages.values() if s.embedding]
-    else:
-        return
-    every = (param for module in modules for param in module.parameters())
-    params = dict.fromkeys(param for param in every if param.requires_grad)  # in both or neither
-    if not params:
-        return
-    theirs = [torch.empty_like(param.grad) for param in params]
-    swap = [(dist.isend, param.grad) for param in params] + [(dist.irecv, part) for part in theirs]
-    swap = [dist.P2POp(*one, group=group, group_peer=peer) for one in swap]
-    # batch_isend_irecv with the rank that holds the same weights: one batch, so neither goes first
-    for work in dist.batch_isend_irecv(swap):
-        work.wait()
-    for param, part in zip(params, theirs):
-        param.grad += part
-
-
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
-
-KEPT = 5 / 9  # of what a Block saves, the part that lives on from I to W
-
-
-class Scale:
-    """Weighs what autograd saves in the given blocks: `peak` is the most bytes ever alive at once.
-    It follows the tensors' storages, so whatever keeps one, a graph or a closure, is found out."""
-
-    def __init__(self, blocks):
-        self.now = self.peak = 0
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t)
-        for block in blocks:
-            block.register_forward_pre_hook(lambda *_: saving.__enter__())
-            block.register_forward_hook(lambda *_: saving.__exit__())
-
-    def _save(self, t):
-        self._add(t.nbytes)
-        weakref.finalize(t.untyped_storage(), self._add, -t.nbytes)
-        return t
-
-    def _add(self, nbytes):
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-
-def proof_batch(m, device, B=2, S=8):
-    """m micro-batches of random bytes, some with fewer bytes that count than others."""
-    generator = torch.Generator().manual_seed(1)
-    x_mBS, y_mBS = torch.randint(256, (2, m, B, S), generator=generator).to(device)
-    for i in range(m):
-        y_mBS[i, :, : i % S] = -100
-    return [(x_BS, y_BS, (y_mBS != -100).sum()) for x_BS, y_BS in zip(x_mBS, y_mBS)]
-
-
-def twin_gradients(layers, batch, later=None):
-    """{name: gradient} of the serial twin on the whole batch at once, and its loss."""
-    twin = build(1, layers)[0].to(batch[0][0].device, torch.float64)
-    x, y, divisors = zip(*batch)
-    loss = twin(None, (torch.cat(x), torch.cat(y), divisors[0]), later)
-    loss.backward()
-    return {name: param.grad for name, param in twin.named_parameters()}, loss.detach()
-
-
-def mine(schedule, model, group):
-    """{stage: module}, of a list of all stages those of this rank."""
-    me = dist.get_rank(group)
-    return {stage: model[stage] for (_, stage), rank in placement(schedule).items() if rank == me}
-
-
-def check(schedule, layers, batch, group, times=1, share=True):
-    """A step by `schedule` beside the twin. Returns the largest relative error of the loss and of
-    this rank's gradients; the bytes sent by all ranks; the most bytes saved in this rank's blocks.
-    times: a factor that every loss gets by mistake. share: add up what two ranks hold."""
-    wanted, loss = twin_gradients(layers, batch)
-    stages = mine(schedule, build(1 + max(placement(schedule))[1], layers), group)
-    model = nn.ModuleList(stages.values()).to(loss.device, torch.float64)
-    scale = Scale(block for stage in model for block in stage.blocks.values())
-    with Ledger() as ledger:
-        losses, _ = execute(schedule, stages, [(x, y, n / times) for x, y, n in batch], group)
-    if share:
-        share_gradients(schedule, stages, group)
-    totals = torch.stack([sum(losses.values(), 0 * loss), loss.new_tensor(ledger.sent.total())])
-    # all_reduce(SUM) over pp, 2: the loss, which the last stage knows; the bytes of all ranks
-    dist.all_reduce(totals, group=group)
-    named = [pair for stage in model for pair in stage.named_parameters()]
-    errors = [relative_error(param.grad, wanted[name]) for name, param in named]
-    return max(relative_error(totals[0], loss), *errors), totals[1].item(), scale.peak
-
-
-def proof(args, group, device):
-    """A row for every schedule, and two that are wrong on purpose."""
-    p, m, v = dist.get_world_size(group), args.microbatches, args.chunks or 2
-    batch, layers = proof_batch(m, device), p * math.lcm(2, v)
-    B_S_D = batch[0][0].numel() * 16 * 8
-    for name, schedule in schedules(args, p).items():
-        error, sent, held = check(schedule, layers, batch, group)
-        messages = closed_form(name, p, m, v)[-1]
-        peak = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)]
-        yield Row(name, error, (sent, messages * B_S_D), (held, peak * layers / p * 9 * B_S_D))
-    if p == 1 or m == 1:
-        return
-    whole, first = (  # of the tied weight: with the head's part, and without, which waits
-        twin_gradients(layers, batch, later)[0]["embedding.weight"] for later in (None, [])
-    )
-    ends = relative_error(first, whole), relative_error(whole - first, whole)
-    error, *_ = check(one_f_one_b(p, m), layers, batch, group, times=m)
-    yield Row("losses not divided by m", error, wrong=m - 1)
-    error, *_ = check(one_f_one_b(p, m), layers, batch, group, share=False)
-    yield Row("tied ends not added up", error, wrong=max(ends))
-
-
-# ── run ──────────────────────────────────────────────────────────────────────────────────────
-
-def runnable(p):
-    """The names of the schedules that p ranks can run."""
-    return [name for name in SCHEDULES if name != "dualpipe" or p % 2 == 0]
-
-
-def schedules(args, p, names=None):
-    """{name: schedule} on p ranks, each with the options that it takes: those named, or that of
-    --schedule, or all. Raises ValueError."""
-    made = {}
-    for name in names or ([args.schedule] if args.schedule else runnable(p)):
-        takes, given = inspect.signature(SCHEDULES[name]).parameters, {}
-        for flag, key in {"chunks": "v", "group": "g", "limit": "limit"}.items():
-            value = getattr(args, flag)
-            if value is not None and key in takes:
-                given[key] = value
-            elif value is not None and args.schedule and not names:
-                raise ValueError(f"--{flag} {value} means nothing to --schedule {name}")
-        if "costs" in takes:  # the greedy one is made for them
-            given["costs"] = args.costs
-        made[name] = SCHEDULES[name](p, args.microbatches, **given)
-    return made
-
-
-def together(timed, group, unit=1.0):
-    """One Timeline, the same on every rank, of all ranks' Timed cells; `unit`: seconds of a unit of
-    its time. Ranks of one machine only: it compares their clocks."""
-    ranks = [None] * dist.get_world_size(group)
-    # all_gather_object over pp: everybody's cells
-    dist.all_gather_object(ranks, timed, group=group)
-    cells = sorted(sum(ranks, []), key=lambda cell: cell.start)
-    since = lambda t: (t - cells[0].start) / unit
-    return Timeline([Timed(*cell[:2], since(cell.start), since(cell.end)) for cell in cells])
-
-
-def replay(measured, schedule):
-    """The schedule simulated with the time that each operation was measured to take: what a run has
-    beyond it are messages, and ranks that wait for a core."""
-    took = Counter()
-    for cell in measured.cells:
-        for kind, stage, i, _ in cell.ops:
-            took[kind.replace("B", "I"), stage, i] = (cell.end - cell.start) / len(cell.ops)
-    costs = [lambda *at, kind=kind: took[kind, *at] for kind in "FIW"]
-    return simulate(schedule, (*costs, 0))
-
-
-def report(args, p, made, timelines, out=print):
-    """The table of predictions: what is simulated, and its closed form where that is exact."""
-    m, costs = args.microbatches, tuple(args.costs)
-    out(f"{p} ranks, {m} micro-batches, (F, I, W, comm) = {costs}. Bubble: what the makespan, or a")
-    out("rank's span, has beyond the busiest rank's work; next: a further step without a barrier;")
-    out("held: micro-batches, worst rank; =: closed form where exact, * for a span's bubble\n")
-    out(f"{'':15}makespan  bubble  /step /ideal  span's       =    next   held     =  messages")
-    for name, t in timelines.items():
-        given = (args.chunks or 2, args.group, args.limit, costs)
-        bubble, peaks, _ = closed_form(name, p, m, *given)
-        idle, exact, held = t.makespan - t.ideal, "--", "--"
-        if peaks:
-            exact = f"{bubble:.4g}" + (" *" if FORMULAS[name][1] == "span" else "  ")
-            held = f"{max(peaks):.4g}"
-        out(f"{name:15}{t.makespan:8.5g}{idle:8.4g}{idle / t.makespan:7.1%}{idle / t.ideal:7.1%}"
-            f"{t.span - t.ideal:8.4g}{exact:>8}{marginal(made[name], costs, t):8.5g}"
-            f"{max(t.peak):7.4g}{held:>6}{t.messages:10}")  # fmt: skip
-
-
-def train(args, name, schedule, group, device):
-    """Train on text by the schedule; print the loss beside the text's unigram entropy. Returns the
-    last step's cells, as this rank ran them."""
-    text, m, stages = read_text(args.text, 0), args.microbatches, 1 + max(placement(schedule))[1]
-    model = mine(schedule, build(stages, max(stages, 4 // stages * stages), D=64), group)
-    params = {param for stage in model.values() for param in stage.to(device).parameters()}
-    optimizer = torch.optim.AdamW(params, lr=3e-3)
-    say(f"\n{name} on text; its unigram entropy is {unigram_entropy(text):.3f}")
-    for step in range(args.steps):
-        x, y = (whole.to(device).chunk(m) for whole in sample(text, step, 4 * m, 64))
-        losses, timed = execute(schedule, model, list(zip(x, y, [4 * m * 64] * m)), group)
-        share_gradients(schedule, model, group)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = sum(losses.values(), torch.zeros((), device=device))
-        # all_reduce(SUM) over pp, 1: only the last stage knows the loss
-        dist.all_reduce(loss, group=group)
-        if step % 10 == 0 or step == args.steps - 1:
-            say(f"step {step:3}  loss {loss.item():.3f}")
-    return timed
-
-
-def main(args, device):
-    """Predict, prove, then train and draw; 0 if everything is as claimed."""
-    group, name = dist.group.WORLD, args.schedule or "1f1b"
-    p = dist.get_world_size(group)
-    made = schedules(args, p)
-    schedule, timelines = made[name], {key: simulate(made[key], args.costs) for key in made}
-    say(f"04 pipeline schedules · {p} ranks · {dist.get_backend()} · {device.type}\n")
-    say(f"{name}\n{sketch(timelines[name]) or '(too wide to draw here)'}\n")
-    report(args, p, made, timelines, say)
-    say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
-    broken = prove(list(proof(args, group, device)), device)
-    if args.steps:
-        measured = together(train(args, name, schedule, group, device), group)
-        if args.plot and dist.get_rank(group) == 0:
-            predicted = f"{name}, simulated with the measured times"
-            both = {predicted: replay(measured, schedule), "measured": measured}
-            gantt(both, f"{args.plot}_gantt.png")
-            every = schedules(args, p, runnable(p)).items()
-            gantt({key: simulate(made) for key, made in every}, f"{args.plot}_all.png")
-            bubbles(f"{args.plot}_bubbles.png", p)
-            say(f"drew {args.plot}_gantt.png, {args.plot}_all.png, {args.plot}_bubbles.png")
-    return broken
-
-
-def predict(args):
-    """--list and --simulate: all that needs no ranks."""
-    if args.list:
-        for name, (bubble, of, peak, boundaries, _) in FORMULAS.items():
-            about = inspect.getdoc(SCHEDULES[name]).replace("\n", "\n    ")
-            print(f"{name}\n    {about}")
-            print(f"    bubble of the {of} {bubble}, peak {peak}, boundaries {boundaries}")
-        return
-    validate(args, args.ranks)
-    made = schedules(args, args.ranks)
-    timelines = {name: simulate(made[name], args.costs) for name in made}
-    if args.json:
-        cells = lambda t: [[cell.rank, show(*cell.ops), cell.start, cell.end] for cell in t.cells]
-        print(json.dumps({name: cells(timeline) for name, timeline in timelines.items()}))
-        return
-    for name, timeline in timelines.items():
-        print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
-    report(args, args.ranks, made, timelines)
-
-
-def validate(args, ranks):
-    """Refuse, in a sentence, what cannot work."""
-    for flag, least in dict(ranks=1, steps=0, microbatches=1, chunks=1).items():
-        value = ranks if flag == "ranks" else getattr(args, flag)
-        if value is not None and value < least:
-            raise ValueError(f"--{flag} {value}: at least {least} is needed")
-    if args.json and not args.simulate:
-        raise ValueError("--json prints what --simulate predicts: give both")
-    try:
-        args.costs = [float(number) for number in str(args.costs).split(",")]
-        F, I, W, comm = args.costs
-    except ValueError as error:
-        raise ValueError(f"--costs {args.costs}: four numbers are needed, F,I,W,comm") from error
-    if F == I == W == 0:
-        raise ValueError(f"--costs {args.costs}: one of F, I and W must take time")
-    if args.plot and args.simulate:
-        raise ValueError("--plot draws a run beside its prediction: leave out --simulate")
-    if args.plot and args.steps < 1:
-        raise ValueError(f"--plot draws the last step, and --steps {args.steps} has none")
-    read_text(args.text, at_least=65)
-    for schedule in () if args.simulate else schedules(args, ranks).values():
-        simulate(schedule, args.costs)
 
 
 # ── launch kit: the same lines close chapters 01 to 06; a test keeps them identical ──────────
@@ -1277,17 +1589,17 @@ def _rank(local, ranks, main, args, folder=None):
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, ranks=4, steps=60)
-    parser.add_argument("--schedule", choices=SCHEDULES, help="default: prove all, train with 1f1b")
-    parser.add_argument("--microbatches", "--micro-batches", type=int, default=8, help="in a step")
-    parser.add_argument("--chunks", type=int, help="stages per rank, where interleaved; default 2")
-    parser.add_argument("--group", type=int, help="micro-batches per turn, where interleaved")
-    parser.add_argument("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
-    parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,COMM")
-    parser.add_argument("--simulate", action="store_true", help="predict, and start no ranks")
-    parser.add_argument("--json", action="store_true", help="with --simulate: each cell's times")
-    parser.add_argument("--list", action="store_true", help="the schedules and their formulas")
-    parser.add_argument("--plot", metavar="PREFIX", help="draw three pictures, one of the run")
+    parser = arguments(__doc__, ranks=4, steps=60, plot="the schedule's predicted Gantt")
+    add = parser.add_argument
+    add("--schedule", choices=SCHEDULES, help="default: prove all, train with 1f1b")
+    add("--micro-batches", type=int, default=8, help="micro-batches of a step")
+    add("--chunks", type=int, help="stages per rank, where interleaved; default 2")
+    add("--group", type=int, help="micro-batches per turn, where interleaved")
+    add("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
+    add("--costs", default="1,1,1,0", metavar="F,I,W,COMM", help="times to predict with")
+    add("--simulate", action="store_true", help="predict, and start no ranks")
+    add("--json", action="store_true", help="with --simulate: each cell's times")
+    add("--list", action="store_true", help="the schedules, each with its source")
     args = parser.parse_args()
     if not (args.simulate or args.list):
         launch(main, args, validate)
