@@ -305,8 +305,9 @@ def marginal(schedule, costs=(1, 1, 1, 0), once=None):
 # weight alone, and adds the results to .grad in one backward, so that hooks of parameters fire.
 #
 # Gradients of vectors (biases, norms) cost a sum and no product: I computes them, W adds them. The
-# same holds for a tensor that two uses share, and for an autograd.Function that does not look at
-# ctx.needs_input_grad, which says what is asked for: such a backward must run once, whole.
+# same holds for a tensor that two uses share; for an autograd.Function that does not look at
+# ctx.needs_input_grad, which says what is asked for; and for a use whose output has a hook. Their
+# backward must run once, whole.
 #
 # Memory: I must keep the graph, but not all that is saved in it. Each saved tensor is put in a box.
 # While I runs, the box of a use keeps its tensor for W, and every other box is emptied once it is
@@ -320,11 +321,17 @@ LOOKS = set(
 )
 
 
-def leaf_behind(node):
-    """Return the leaf tensor that a node of the graph looks at, or None."""
+def end_of(node):
+    """Return the node that adds to the .grad of the weight that a node looks at, or None."""
     while node and node.name().rstrip("0123456789").removesuffix("Backward") in LOOKS:
         node = node.next_functions[0][0]
-    return getattr(node, "variable", None)
+    return node if hasattr(node, "variable") else None
+
+
+def asks(node):
+    """Whether a node computes only what is asked for: torch's own do, an autograd.Function may."""
+    function = getattr(node, "_forward_cls", None)
+    return not function or "needs_input_grad" in function.backward.__code__.co_names
 
 
 class SplitBackward:
@@ -333,16 +340,19 @@ class SplitBackward:
     def __init__(self):
         self.uses = {}  # {node: its edges to weights that wait}
         self.arriving, self.added = {}, {}  # {edge: gradient}: into a use; to a weight
-        self.needed, self.keeping, self.recomputed = {}, False, GraphExecGroup()
+        self.hooked, self.needed, self.keeping, self.recomputed = set(), {}, False, GraphExecGroup()
 
     @contextmanager
     def boxes(self):
         """Run a forward in here. Hooks that the forward sets itself stay in force in the box."""
         plain, push = lambda t: t, torch._C._autograd._push_saved_tensors_default_hooks
         enter = lambda of: push(lambda t: [of.pack_hook(t), of.unpack_hook], self._open)
+        register = torch.Tensor.register_hook
+        hook = lambda t, call: (self.hooked.add(t.grad_fn), register(t, call))[1]
         with patch.object(saved_tensors_hooks, "__enter__", enter):
-            with saved_tensors_hooks(torch.Tensor.detach, plain):
-                yield
+            with patch.object(torch.Tensor, "register_hook", hook):
+                with saved_tensors_hooks(torch.Tensor.detach, plain):
+                    yield
 
     def _open(self, box):
         kept, restore = box
@@ -355,26 +365,29 @@ class SplitBackward:
     def _find_uses(self, outputs, inputs):
         """Walk the graph: set `uses`, and `arriving` to the edges into these. Return the edges to
         weights that do not wait."""
-        into, weights, todo = defaultdict(set), defaultdict(list), [(None, outputs)]
+        into, reads, todo, now = defaultdict(set), defaultdict(list), [(None, outputs)], []
         while todo:
             node, edges = todo.pop()
             for child, number in edges:
-                leaf = leaf_behind(child)
-                if leaf is None and child and child not in into:
+                end = end_of(child)
+                if end is None and child and child not in into:
                     todo.append((child, child.next_functions))
-                elif leaf is not None and all(leaf is not x for x in inputs):
-                    weights[child, number].append((node, leaf))
+                elif end and all(end.variable is not x for x in inputs):
+                    reads[end].append((node, (child, number)))
                 into[child].add(number)
-        now = []
-        for edge, ((node, leaf), *others) in weights.items():
+        for end, pairs in reads.items():
+            if end.variable._backward_hooks:
+                raise ValueError("Tensor.register_hook on a weight would run twice where backward "
+                                 "is split: use register_post_accumulate_grad_hook")  # fmt: skip
+            nodes, edges = zip(*pairs)
+            alone = len({*nodes} - {None} - self.hooked) == len({*edges}) == len(pairs)
             # Q4.4 ** A weight's gradient costs a product. When may it wait until W, and when not?
             #         hint: a vector costs none; see above for two more cases that cannot wait
-            asked = getattr(node, "_forward_cls", None)  # the class, of an autograd.Function
-            whole = asked and "needs_input_grad" not in asked.backward.__code__.co_names
-            if leaf.dim() < 2 or others or node is None or whole:
-                now.append(edge)
+            if end.variable.dim() >= 2 and alone and all(map(asks, nodes)):
+                for node, edge in pairs:
+                    self.uses.setdefault(node, []).append(edge)
             else:
-                self.uses.setdefault(node, []).append(edge)
+                now.append((end, 0))
             # /Q4.4
         self.arriving = {(node, k): None for node in self.uses for k in into[node]}
         return now
@@ -564,7 +577,8 @@ class _Worker:
         """Return empty tensors like those that will arrive under a key, for `stage`."""
         kind, _, i = key
         if kind == "out":
-            return tensors(self.stages[stage].boundary(self.microbatches[i]))
+            room = self.stages[stage].boundary(self.microbatches[i])
+            return tuple(torch.empty_like(x) for x in tensors(room))
         return tuple(torch.empty(s, dtype=d, device=where) for s, d, where in self.shapes.pop(key))
 
     def add_up(self, stage, finished):
@@ -973,8 +987,8 @@ def share_gradients(schedule, stages, group):
         if (seen := getattr(grad, "shared_at", None)) == grad._version:
             return
         if seen is not None:
-            raise ValueError(f"the gradient of {name} was added up already, and has changed since: "
-                             "call share_gradients once a step, after the last execute")  # fmt: skip
+            raise ValueError(f"the gradient of {name} was added up already, and changed since: "
+                             "call share_gradients once, after a step's last execute")  # fmt: skip
         parts[name] = {r: grad if r == me else torch.empty_like(grad) for r in holders[name]}
         for r in {*parts[name]} - {me}:
             calls += [(dist.isend, grad, r), (dist.irecv, parts[name][r], r)]
@@ -1017,16 +1031,14 @@ def sketch(timeline, width=160):
 
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
-import inspect
-import json
 import weakref
 
 KEPT = 5 / 9  # of what a Block saves, the part that lives on from I to W
 
 
 class Scale:
-    """Weighs the activations that autograd saves in the given blocks: `peak` is the most bytes ever
-    alive at once. It follows the tensors' storages, so whatever keeps one, a graph or a box, is found out."""
+    """Weighs the activations that autograd saves in some blocks: `peak` is the most bytes alive at
+    once. It follows the tensors' storages: whatever keeps one, a graph or a box, is noticed."""
 
     def __init__(self, blocks):
         self.now = self.peak = 0
@@ -1109,14 +1121,13 @@ def proof(args, group, device):
     if n == 1 or m == 1:
         return
     whole, apart = (twin_gradients(layers, batch, tied)[0] for tied in (True, False))
-    ends = [  # each end of the tied embedding lacks the other's part
-        relative_error(apart[name], whole["embedding.weight"]) for name in apart if "." in name
-        and name.split(".")[0] in ("embedding", "head")
-    ]  # fmt: skip
+    ends = {0: "embedding.weight", n - 1: "head.weight"}  # what each end has; others have neither
+    end = ends.get(dist.get_rank(group))
+    lacks = relative_error(apart[end], whole["embedding.weight"]) if end else 0.0
     error, *_ = check(one_f_one_b(n, m), layers, batch, group, times=m)
     yield Row("losses not divided by m", error, wrong=m - 1)
     error, *_ = check(one_f_one_b(n, m), layers, batch, group, share=False)
-    yield Row("tied ends not added up", error, wrong=max(ends))
+    yield Row("tied ends not added up", error, wrong=lacks)
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
@@ -1146,28 +1157,27 @@ def schedules(args, n):
 
 
 COLUMNS = """\
-                     time  idle of  in % of  in % of   idle in   closed   time of  micro-   closed
-                    of a    first    that    all the   a rank's  form of   a next  batches   form  results
-schedule            step   to last    time     work     own span   idle      step    held   of held    sent
-"""
+                time    idle   idle,     idle,  idle in   closed  further    held    held   results
+                of a    of a   % of      % of    a rank   form of  step's   micro-  closed   passed
+schedule        step    step   step      work   by itself   idle     time  batches    form     on"""
 
 
 def report(args, n, made, timelines, out=print):
     """Print the table of predictions: what is simulated, and its closed form where exact."""
     m, costs = args.micro_batches, tuple(args.costs)
-    out(f"{n} ranks, {m} micro-batches, costs (F, I, W, message) {costs}")
-    out("idle: a step's time beyond the work of the busiest rank. * the form is of idle in the span.")
-    out("next step: begun by each rank when its own list is done. held: by the rank with most.\n")
-    out(COLUMNS, end="") if out is print else out(COLUMNS[:-1])
+    out(f"{n} ranks, {m} micro-batches, times (F, I, W, message) {costs}. Idle: beyond the work of")
+    out("the busiest rank; in a rank by itself: between its first and its last operation, and its")
+    out("closed form has a *. Further step: begun by a rank when its own list is done.\n")
+    out(COLUMNS)
     for name, t in timelines.items():
         form = closed_form(name, n, m, args.chunks or 2, args.group, args.limit, costs)
         idle, exact, held = t.makespan - t.ideal, "--", "--"
         if form.peaks:
             exact = f"{form.bubble:.4g}" + (" *" if form.of == "span" else "  ")
             held = f"{max(form.peaks):.4g}"
-        out(f"{name:15}{t.makespan:9.5g}{idle:9.4g}{idle / t.makespan:9.1%}{idle / t.ideal:9.1%}"
-            f"{t.span - t.ideal:10.4g}{exact:>10}{marginal(made[name], costs, t):9.5g}"
-            f"{max(t.peak):8.4g}{held:>8}{t.messages:10}")  # fmt: skip
+        out(f"{name:14}{t.makespan:6.5g}{idle:8.4g}{idle / t.makespan:7.1%}{idle / t.ideal:10.1%}"
+            f"{t.span - t.ideal:11.4g}{exact:>9}{marginal(made[name], costs, t):8.5g}"
+            f"{max(t.peak):9.4g}{held:>8}{t.messages:9}")  # fmt: skip
 
 
 def train_step(schedule, stages, optimizer, x_BS, y_BS, m, group):
@@ -1227,10 +1237,6 @@ def predict(args):
     validate(args, args.ranks)
     made = schedules(args, args.ranks)
     timelines = {name: simulate(made[name], args.costs) for name in made}
-    if args.json:
-        cells = lambda t: [[cell.rank, show(*cell.ops), cell.start, cell.end] for cell in t.cells]
-        print(json.dumps({name: cells(timeline) for name, timeline in timelines.items()}))
-        return
     for name, timeline in timelines.items():
         print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
     report(args, args.ranks, made, timelines)
@@ -1242,8 +1248,6 @@ def validate(args, ranks):
     for flag, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"--{flag} {value}: at least 1 is needed")
-    if args.json and not args.simulate:
-        raise ValueError("--json prints what --simulate predicts: give both")
     try:
         args.costs = [float(number) for number in str(args.costs).strip("[]").split(",")]
         F, I, W, comm = args.costs
@@ -1598,7 +1602,6 @@ if __name__ == "__main__":
     add("--limit", type=int, help="micro-batches that a rank may hold, for zb-auto")
     add("--costs", default="1,1,1,0", metavar="F,I,W,COMM", help="times to predict with")
     add("--simulate", action="store_true", help="predict, and start no ranks")
-    add("--json", action="store_true", help="with --simulate: each cell's times")
     add("--list", action="store_true", help="the schedules, each with its source")
     args = parser.parse_args()
     if not (args.simulate or args.list):

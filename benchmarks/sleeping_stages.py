@@ -11,6 +11,7 @@ import argparse
 import importlib
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,30 +22,60 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 pp = importlib.import_module("04_pp_schedules")
 
 
+class Nap(torch.autograd.Function):
+    """x + 1, asleep for the seconds of F, I and W: each part of backward when it is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds[0])
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, d_y):
+        _, down, weights = ctx.seconds
+        time.sleep(down * ctx.needs_input_grad[0] + weights * ctx.needs_input_grad[1])
+        d_weight = d_y.new_zeros(1, 1) if ctx.needs_input_grad[1] else None
+        return d_y if ctx.needs_input_grad[0] else None, d_weight, None
+
+
 class Sleeper(nn.Module):
     """A stage that sleeps (F, I, W) seconds and passes on one number."""
 
     def __init__(self, seconds, last):
         super().__init__()
-        self.seconds, self.last = seconds, last
+        self.seconds, self.last, self.weight = seconds, last, nn.Parameter(torch.zeros(1, 1))
 
     def boundary(self, microbatch):
         """Room for one number."""
         return torch.empty(1)
 
-    def forward(self, x, microbatch, later=None):
-        up, down, weights = self.seconds
-        time.sleep(up)
-        y = 1 + (torch.zeros(1, requires_grad=True) if x is None else x)
-
-        def backward(_):
-            time.sleep(down + (weights if later is None else 0))
-            if later is not None:
-                later.append(lambda: time.sleep(weights))
-
-        if y.requires_grad:
-            y.register_hook(backward)
+    def forward(self, x, microbatch):
+        x = torch.zeros(1, requires_grad=True) if x is None else x
+        y = Nap.apply(x, self.weight, self.seconds)
         return y.sum() if self.last else y
+
+
+def together(timed, group, unit=1.0):
+    """One Timeline, the same on every rank, of all ranks' Timed cells; `unit`: seconds of a unit of
+    its time. Ranks of one machine only: it compares their clocks."""
+    ranks = [None] * dist.get_world_size(group)
+    # all_gather_object over pp: everybody's cells
+    dist.all_gather_object(ranks, timed, group=group)
+    cells = sorted(sum(ranks, []), key=lambda cell: cell.start)
+    since = lambda t: (t - cells[0].start) / unit
+    return pp.Timeline([pp.Timed(*cell[:2], since(cell.start), since(cell.end)) for cell in cells])
+
+
+def replay(measured, schedule):
+    """The schedule simulated with the time that each operation was measured to take: what a run has
+    beyond it are messages, and ranks that wait for a core."""
+    took = Counter()
+    for cell in measured.cells:
+        for kind, stage, i, _ in cell.ops:
+            took[kind.replace("B", "I"), stage, i] = (cell.end - cell.start) / len(cell.ops)
+    costs = [lambda *at, kind=kind: took[kind, *at] for kind in "FIW"]
+    return pp.simulate(schedule, (*costs, 0))
 
 
 def measure(schedule, group, unit, costs=(1, 1, 1)):
@@ -56,12 +87,12 @@ def measure(schedule, group, unit, costs=(1, 1, 1)):
     # barrier over pp: all start together
     dist.barrier(group=group)
     _, timed = pp.execute(schedule, stages, range(m), group)
-    return pp.together(timed, group, unit)
+    return together(timed, group, unit)
 
 
 def main(args, device):
     """Print a row for every schedule, measured beside simulated."""
-    group, p, m = dist.group.WORLD, dist.get_world_size(), args.microbatches
+    group, p, m = dist.group.WORLD, dist.get_world_size(), args.micro_batches
     measure(pp.SCHEDULES["1f1b"](p, m), group, args.unit / 10)  # pairs of ranks connect here
     pp.say(f"{p} ranks, {m} micro-batches, F = I = W = 1 unit of {1e3 * args.unit:g} ms, asleep")
     pp.say(f"{'':15}simulated  measured    off")
@@ -84,8 +115,8 @@ def main(args, device):
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    if args.microbatches < 1 or not args.unit > 0:
-        raise ValueError(f"--microbatches {args.microbatches}, --unit {args.unit}: more than 0")
+    if args.micro_batches < 1 or not args.unit > 0:
+        raise ValueError(f"--micro-batches {args.micro_batches}, --unit {args.unit}: more than 0")
     if args.plot and not args.schedule:
         raise ValueError(f"--plot {args.plot} draws one schedule: name it with --schedule")
 
@@ -93,9 +124,9 @@ def validate(args, ranks):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", "--micro-batches", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds")
     parser.add_argument("--schedule", choices=pp.SCHEDULES, help="default: all")
     parser.add_argument("--plot", metavar="PNG", help="draw simulated above measured")
-    parser.add_argument("--timeout", type=float, help="seconds a collective may take")
+    parser.add_argument("--timeout", type=float, default=20, help="seconds a collective may take")
     pp.launch(main, parser.parse_args(), validate)

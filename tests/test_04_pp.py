@@ -4,7 +4,6 @@ the ledger and the simulator; and the reported faults of pipelines."""
 import argparse
 import dataclasses
 import importlib
-import json
 import random
 import re
 import runpy
@@ -17,11 +16,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, chapter, on_ranks, run_script
+import torch.nn.functional as F
+from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 pp = chapter("04_pp_schedules")
 sys.path.append(str(ROOT / "benchmarks"))
-Sleeper = importlib.import_module("sleeping_stages").Sleeper
+asleep = importlib.import_module("sleeping_stages")
+Sleeper = asleep.Sleeper
 CPU = torch.device("cpu")
 SCRIPT = ROOT / "04_pp_schedules.py"
 question = pytest.mark.question
@@ -54,7 +58,7 @@ TABLE = {
     "eager-1f1b": "9(2) 15(3) 27(3) 51(3) 21(4) 33(7) 57(7) 105(7) 45(8) 69(15) 117(15) 213(15)",
     "interleaved": "7.5(2) 13.5(2.5) 25.5(2.5) 49.5(2.5) 16.5(4) 28.5(5.5) 52.5(5.5) 100.5(5.5) "
     "34.5(8) 58.5(11.5) 106.5(11.5) 202.5(11.5)",
-    "interleaved v=4": "6.75(2) 12.75(2.25) 24.75(2.25) 48.75(2.25) 14.25(4) 26.25(4.75) "
+    "interleaved c=4": "6.75(2) 12.75(2.25) 24.75(2.25) 48.75(2.25) 14.25(4) 26.25(4.75) "
     "50.25(4.75) 98.25(4.75) 29.25(8) 53.25(9.75) 101.25(9.75) 197.25(9.75)",
     "looped-bfs": "7.5(2) 13.5(4) 25.5(8) 49.5(16) 16.5(4) 28.5(8) 52.5(16) 100.5(32) 34.5(8) "
     "58.5(16) 106.5(32) 202.5(64)",
@@ -72,7 +76,6 @@ TABLE = {
 }
 
 
-@question("Q4.1")
 def test_words_take_from_their_tracks_what_is_there_and_i_alone_owes_a_w():
     tracks = dict(a=2 * [[(0, 0), (0, 1)]], b=2 * [[(1, 0)]])
     spelled = lambda words: [pp.show(*cell) for cell in pp.spell(words, tracks)]
@@ -87,13 +90,13 @@ def test_words_take_from_their_tracks_what_is_there_and_i_alone_owes_a_w():
 @question("Q4.3")
 @pytest.mark.parametrize("row", TABLE)
 def test_makespan_span_and_memory_are_those_of_an_independent_simulation(row):
-    name, _, v = row.partition(" v=")
+    name, _, c = row.partition(" c=")
     shapes = [(p, k * p) for p in (2, 4, 8) for k in (1, 2, 4, 8)]
     for (p, m), wanted in zip(shapes, TABLE[row].split(), strict=True):
         if wanted != "-":
             found = re.fullmatch(r"([\d.]+)(?:/([\d.]+))?\(([\d.]+)\)", wanted)
             makespan, span, held = found.groups()
-            t = simulate(SCHEDULES[name](p, m, **({"v": int(v)} if v else {})))
+            t = simulate(SCHEDULES[name](p, m, **({"c": int(c)} if c else {})))
             assert t.makespan == float(makespan), (p, m)
             assert t.span == float(span or makespan), (p, m)
             assert max(t.peak) == float(held), (p, m)
@@ -174,7 +177,6 @@ def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
                     assert kinds in ("FB", "FIW"), (p, m, stage, i, kinds)
 
 
-@question("Q4.1")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
     exact = 0
@@ -185,14 +187,14 @@ def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
             for costs in every:
                 t = simulate(schedule, costs)
                 for kept in (1, 0.5):
-                    bubble, peaks, messages = pp.closed_form(name, p, m, costs=costs, kept=kept)
-                    assert t.messages == messages
-                    if peaks:
+                    form = pp.closed_form(name, p, m, costs=costs, kept=kept)
+                    assert t.messages == form.messages
+                    if form.peaks:
                         exact += 1
-                        whole = getattr(t, pp.FORMULAS[name][1])
-                        assert whole - t.ideal == pytest.approx(bubble), (costs, p, m)
+                        whole = getattr(t, form.of)
+                        assert whole - t.ideal == pytest.approx(form.bubble), (costs, p, m)
                         held = dataclasses.replace(t, kept=kept).peak
-                        assert held == pytest.approx(peaks), (costs, kept, p, m)
+                        assert held == pytest.approx(form.peaks), (costs, kept, p, m)
     assert exact >= (12 if name in ("zb-auto", "zb-v", "dualpipe", "dualpipev") else 80)
 
 
@@ -245,15 +247,15 @@ def test_groups_that_stall_or_deadlock():
     """pp-02: p = 8, m = 12 in groups of 8 never ends; p = 4, m = 6 in groups of 4 takes 27.5."""
     words = lambda p, m, g: lambda s: "F " * (2 * (p - 1 - s) + g) + "F B " * 2 * m
     truncated = lambda p, m, g: pp.looped(p, m, words(p, m, g), 2, g)
-    with pytest.raises(ValueError, match="no rank can go on: rank 0 at F8.9 for F7.9") as stuck:
+    with pytest.raises(ValueError, match="no rank can go on: rank 0 at F8.9 for out7.9") as stuck:
         simulate(truncated(8, 12, 8))
-    assert len(re.findall(r"rank \d at \w+\.\d+ for \w\d+\.\d+", str(stuck.value))) == 8
+    assert len(re.findall(r"rank \d at \w+\.\d+ for \w+\.\d+", str(stuck.value))) == 8
     assert simulate(truncated(4, 6, 4)).makespan == 27.5
     assert simulate(SCHEDULES["interleaved"](4, 6)).makespan == 22.5
     for m in range(8, 30):  # the default group always reaches the bound
         t = simulate(SCHEDULES["interleaved"](8, m))
         assert t.makespan - t.ideal == 7 * 3 / 2
-    with pytest.raises(ValueError, match=r"--group 8 with --microbatches 12 stalls 8 ranks: .*12"):
+    with pytest.raises(ValueError, match=r"--group 8 with --micro-batches 12 stalls 8 ranks: .*12"):
         SCHEDULES["interleaved"](8, 12, g=8)
     peaks = [max(simulate(SCHEDULES["interleaved"](8, 24, g=g)).peak) for g in (8, 12, 24)]
     assert peaks == [11.5, 13.5, 19.5]
@@ -263,24 +265,24 @@ def test_lists_that_cannot_be_run_are_refused():
     F, B = (lambda *at: (Op("F", *at),)), (lambda *at: (Op("B", *at),))
     good = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]
     assert simulate(good).makespan == 6
-    with pytest.raises(ValueError, match="rank 0 at B0.0 for G1.0, rank 1 at B1.0 for F1.0"):
+    with pytest.raises(ValueError, match="rank 0 at B0.0 for grad1.0, rank 1 at B1.0 for out1.0"):
         simulate([good[0], good[1][::-1]])
     with pytest.raises(ValueError, match="rank 1 has F1.0 a second time"):
         simulate([good[0], good[1] + [F(1, 0)]])
-    with pytest.raises(ValueError, match="no rank has G0.0"):
+    with pytest.raises(ValueError, match="no rank has grad0.0"):
         simulate([good[0][:1], good[1]])
-    with pytest.raises(ValueError, match="no rank has W1.0"):
+    with pytest.raises(ValueError, match="no rank has dW1.0"):
         simulate([good[0], [F(1, 0), (Op("I", 1, 0),)]])
     with pytest.raises(ValueError, match="each must be 0 or more"):
         simulate(good, (1, 1, -1, 0))
     fused = [[(Op("F", 0, 0), Op("B", 0, 0))]]
-    with pytest.raises(ValueError, match="rank 0 at F0.0&B0.0 for F0.0"):
+    with pytest.raises(ValueError, match="rank 0 at F0.0&B0.0 for out0.0"):
         simulate(fused)  # a cell starts when all of it can: this one needs its own result
 
 
 def test_the_bubbles_of_deepseeks_table_by_its_own_letters():
     """pp-10: there, B is the whole backward; p = 8, F = W = 1, B = 2, F&B = 3."""
-    ours = {name: pp.closed_form(name, 8, 16)[0] for name in ("1f1b", "zb-h1", "dualpipe")}
+    ours = {name: pp.closed_form(name, 8, 16).bubble for name in ("1f1b", "zb-h1", "dualpipe")}
     assert ours == {"1f1b": 7 * (1 + 2), "zb-h1": 7 * (1 + 2 - 2 * 1), "dualpipe": 3 * (3 + 2 - 3)}
     for name, bubble in ours.items():
         t = simulate(SCHEDULES[name](8, 16))
@@ -339,7 +341,7 @@ def test_pictures_show_one_bubble_that_of_a_ranks_span(tmp_path):
 
 def prepared(p, shapes):
     """For every schedule and m what all ranks would reckon alike, once: (name, m, batch, schedule,
-    its Timeline, the twin)."""
+    its Timeline, the twin's answer)."""
     for m in shapes:
         batch = pp.proof_batch(m, CPU)
         twin = pp.twin_gradients(2 * p, batch)
@@ -356,9 +358,9 @@ def proofs(cases):
         with patch.multiple(pp, **known):
             error, sent, held = pp.check(schedule, 2 * p, batch, world())
         unit = batch[0][0].numel() * 16 * 8
-        _, peaks, messages = pp.closed_form(name, p, m, kept=pp.KEPT)
-        wanted = [messages * unit, t.peak[me] * 2 * 9 * unit]
-        formula = peaks[me] * 2 * 9 * unit if peaks else wanted[1]
+        form = pp.closed_form(name, p, m, kept=pp.KEPT)
+        wanted = [form.messages * unit, t.peak[me] * 2 * 9 * unit]
+        formula = form.peaks[me] * 2 * 9 * unit if form.peaks else None
         rows.append((name, m, error, [sent, held], wanted, formula))
     return rows
 
@@ -368,7 +370,8 @@ def assert_proofs(p, shapes):
         for name, m, error, found, wanted, formula in rows:
             assert error < 1e-10, (name, p, m)
             assert found == pytest.approx(wanted, abs=0.5), (name, p, m)
-            assert wanted[1] == pytest.approx(formula, abs=0.5), (name, p, m)
+            if formula is not None:  # where no formula is exact, the simulation alone judges
+                assert found[1] == pytest.approx(formula, abs=0.5), (name, p, m)
 
 
 @question("Q4.4")
@@ -403,17 +406,21 @@ def trained(names, steps, optimizer=torch.optim.SGD):
     return results
 
 
+def plain_step(weights, x, y, rate=0.1):
+    """One SGD step of the whole model in plain torch, in place."""
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    pp.twin_loss(leaves, x, y).backward()
+    for name, value in weights.items():
+        value -= rate * leaves[name].grad
+
+
 @pytest.mark.parametrize("p", [2, 4])
 def test_tied_ends_and_copies_stay_equal_and_follow_the_twin(p):
     """pp-04: on two ranks, or on one (zb-v), or all weights twice (dualpipe). SGD shows scale."""
-    (twin,) = pp.build(1, 2 * p)
-    stepper = torch.optim.SGD(twin.double().parameters(), lr=0.1)
-    x, y, divisors = zip(*pp.proof_batch(4, CPU))
+    wanted = pp.build(1, 2 * p)[0].double().state_dict()
+    x, y, _ = zip(*pp.proof_batch(4, CPU))
     for _ in range(5):
-        stepper.zero_grad()
-        twin(None, (torch.cat(x), torch.cat(y), divisors[0])).backward()
-        stepper.step()
-    wanted = dict(twin.named_parameters())
+        plain_step(wanted, torch.cat(x), torch.cat(y))
     names = "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"
     answers = on_ranks(p, trained, names, 5)
     for name in names:
@@ -498,9 +505,9 @@ class Wide(Sleeper):
     def boundary(self, microbatch):
         return torch.empty(2**24)
 
-    def forward(self, x, microbatch, later=None):
+    def forward(self, x, microbatch):
         first = torch.zeros(2**24, requires_grad=True) if x is None else x
-        return super().forward(first, microbatch, later)
+        return super().forward(first, microbatch)
 
 
 def wide():
@@ -525,49 +532,276 @@ def test_peers_are_ranks_of_the_group():
     assert max(on_ranks(4, in_a_subgroup)) < 1e-10
 
 
+class Products(TorchDispatchMode):
+    """Counts products of matrices, and gradients of tables."""
+
+    COUNTED = "mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward"
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        self.count += call.overloadpacket.__name__ in self.COUNTED
+        return call(*args, **(kwargs or {}))
+
+
 def frozen(name):
-    """pp-09: stage 2 frozen, and one matrix of stage 1. Gradients, and W's closures per cell."""
-    schedule, ran = SCHEDULES[name](4, 8), []
+    """pp-09: stage 2 frozen, and one matrix of stage 1. Gradients, and W's products per cell."""
+    schedule, products = SCHEDULES[name](4, 8), []
     stages = here(schedule, 8)
     stage = stages[dist.get_rank()]
     if dist.get_rank() == 2:
         stage.requires_grad_(False)
     if dist.get_rank() == 1:
         stage.blocks["2"].up.requires_grad_(False)
-    plain = stage.forward
-
-    def forward(h, microbatch, later=None):
-        out = plain(h, microbatch, later)
-        if later is not None:
-            ran.append(later)
-        return out
-
-    stage.forward, sizes = forward, []
     run = pp._Worker.run
 
     def counted(self, op):
-        sizes.extend([len(self.owed[op[1:3]])] if op.kind == "W" else [])
-        return run(self, op)
+        with Products() as seen:
+            output = run(self, op)
+        products.extend([seen.count] if op.kind == "W" else [])
+        return output
 
     with patch.object(pp._Worker, "run", counted):
         pp.execute(schedule, stages, pp.proof_batch(8, CPU), world())
-    left = sum(map(len, ran))
-    gradients = {key: q.grad for key, q in named(stages)}
-    return gradients, sizes, left
+    return {key: q.grad for key, q in named(stages)}, products
 
 
 @question("Q4.4")
-def test_frozen_weights_owe_nothing_and_nothing_is_left_at_the_step():
+def test_frozen_weights_cost_no_product():
     whole, split = zip(*on_ranks(4, lambda: (frozen("1f1b"), frozen("zb-h1"))))
-    owed = [4, 3, 0, 5]  # matrices: two blocks of two; the last stage has the head as well
-    for rank, ((plain, *_), (deferred, sizes, left)) in enumerate(zip(whole, split)):
-        assert sizes == [owed[rank]] * 8 and left == 0
+    weights = [5, 3, 0, 5]  # two blocks of two matrices; the first embeds, the last has the head
+    for rank, ((plain, _), (deferred, products)) in enumerate(zip(whole, split)):
+        assert products == [weights[rank]] * 8
         for key, value in plain.items():
             assert (value is None) == (deferred[key] is None), key
             if value is not None:
                 assert pp.relative_error(deferred[key], value) < 1e-14, key
     assert all(value is None for value in split[2][0].values())
     assert split[1][0]["blocks.2.up.weight"] is None
+
+
+# ── backward in two parts ────────────────────────────────────────────────────────────────────
+
+
+def parts(module, *inputs, split=True, between=lambda: None):
+    """A forward and a backward, whole or in two parts: the gradients of the input and of the
+    parameters, and the products and the sent bytes of forward, I (or B) and W."""
+    module.zero_grad()
+    x = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    leaves, backward, seen = [t for t in x if t.requires_grad], pp.SplitBackward(), []
+
+    def counted(call):
+        with Products() as products, pp.Ledger() as ledger:
+            answer = call()
+        seen.append((products.count, dict(ledger.sent)))
+        return answer
+
+    def forward():
+        if not split:
+            return module(*x)
+        with backward.boxes():
+            return module(*x)
+
+    y = counted(forward)
+    edges, d_y = [torch.autograd.graph.get_gradient_edge(y)], [torch.cos(y.detach())]
+    del y
+    if split:
+        d_x = counted(lambda: backward.input_gradients(edges, d_y, leaves))
+        assert all(p.grad is None for p in module.parameters())
+        del edges, d_y
+        between()
+        counted(backward.weight_gradients)
+    else:
+        counted(lambda: torch.autograd.backward(edges, d_y))
+        d_x = [t.grad for t in leaves]
+    return [*d_x, *(p.grad for p in module.parameters())], seen
+
+
+def same_in_two_parts(module, *inputs, products=None):
+    """Assert equal gradients, and products of (I, W) that add up to those of B, or as given."""
+    whole, (_, both) = parts(module, *inputs, split=False)
+    whole = [g if g is None else g.clone() for g in whole]
+    apart, (_, i, w) = parts(module, *inputs)
+    for a, b in zip(whole, apart, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or pp.relative_error(b, a) < 1e-14
+    assert i[0] + w[0] == both[0]
+    if products:
+        assert (i[0], w[0]) == products
+    return both, i, w
+
+
+class Net(nn.Module):
+    """A module from a function of (parameters, inputs)."""
+
+    def __init__(self, call, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        weights = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes)
+        self.call, self.w = call, nn.ParameterList(weights)
+
+    def forward(self, *inputs):
+        return self.call(*self.w, *inputs)
+
+
+class Asks(torch.autograd.Function):
+    """x Wᵀ, each gradient if it is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, name, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, w = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return d_y @ w if needs[0] else None, None, d_y.T @ x if needs[2] else None
+
+
+class Whole(torch.autograd.Function):
+    """x Wᵀ, both gradients, whatever is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, w = ctx.saved_tensors
+        return d_y @ w, d_y.T @ x
+
+
+def grouped(w, x):
+    return torch.cat([F.linear(a, b) for a, b in zip(x.split([2, 0, 3]), w.unbind())])
+
+
+def again(call):
+    return lambda *args: checkpoint(call, *args, use_reentrant=False)
+
+
+def hooked(t):
+    t.register_hook(lambda grad: 2 * grad)
+    return t
+
+
+linear_norm = lambda w, b, g, x: F.layer_norm(F.linear(x, w, b), (6,), g)
+SPLIT = {  # module, shapes of parameters and input, products of (I, W)
+    "bias and norm": (lambda w, b, g, v, x: linear_norm(w, b, g, x).relu() @ v,
+                      [(6, 6), (6,), (6,), (6, 6)], (5, 6), (2, 2)),
+    "checkpoint": (again(lambda w, b, g, v, x: linear_norm(w, b, g, x).relu() @ v),
+                   [(6, 6), (6,), (6,), (6, 6)], (5, 6), (3, 2)),  # one forward again, in I
+    "bmm": (lambda w, v, x: torch.bmm(torch.bmm(x, w).tanh(), v),
+            2 * [(3, 6, 6)], (3, 2, 6), (2, 2)),
+    "experts, one empty": (lambda w, v, x: grouped(v, grouped(w, x).relu()),
+                           2 * [(3, 6, 6)], (5, 6), (6, 6)),
+    "a weight in two layouts": (lambda w, x: (x @ w).tanh() @ w.T, [(6, 6)], (5, 6), (2, 2)),
+    "two weights of one use": (lambda b, w, x: torch.addmm(b, x, w),
+                               [(5, 6), (6, 6)], (5, 6), (1, 1)),
+    "a tensor with two uses": (lambda w, x: (x @ w).tanh() @ w, [(6, 6)], (5, 6), (4, 0)),
+    "a Function that asks": (lambda w, v, x: Asks.apply(Asks.apply(x, "", w).tanh(), "", v),
+                             2 * [(6, 6)], (5, 6), (2, 2)),
+    "a Function that does not": (lambda w, v, x: Whole.apply(x, w).tanh() @ v,
+                                 2 * [(6, 6)], (5, 6), (3, 1)),
+    "a hook on a product": (lambda w, v, x: hooked(x @ w).tanh() @ v, 2 * [(6, 6)], (5, 6), (3, 1)),
+    "cast": (lambda w, x: F.linear(x.float(), w.float()).double(), [(6, 6)], (5, 6), (1, 1)),
+    "direct, and by a view": (lambda w, x: (x @ w).tanh() @ w + x @ w.T, [(6, 6)], (5, 6), (6, 0)),
+    "input unused": (lambda w, x: (w @ w.T).tanh(), [(6, 6)], (5, 6), None),
+    "weight unused": (lambda w, v, x: x @ v, 2 * [(6, 6)], (5, 6), (1, 1)),
+}  # fmt: skip
+
+
+@question("Q4.4")
+@pytest.mark.parametrize("kind", SPLIT)
+def test_i_computes_no_weight_gradient_and_w_the_rest(kind):
+    call, shapes, size, products = SPLIT[kind]
+    module, x = Net(call, *shapes), torch.randn(size, dtype=torch.float64)
+    if kind == "input unused":
+        (_, whole), (nothing, apart) = (
+            [g if g is None else g.clone() for g in parts(module, x, split=split)[0]]
+            for split in (False, True)
+        )
+        assert nothing is None and pp.relative_error(apart, whole) < 1e-14
+    else:
+        same_in_two_parts(module, x, products=products)
+
+
+@question("Q4.4")
+def test_a_first_stage_passes_gradients_on_in_i_and_ends_with_its_table_in_w():
+    def call(table, w, v, ids):
+        h = F.embedding(ids, table)
+        return (h + (h @ w).relu() @ v) @ table.T
+
+    shapes = [(9, 6), (6, 6), (6, 6)]
+    same_in_two_parts(Net(call, *shapes), torch.randint(9, (5,)), products=(3, 4))
+
+
+def test_a_hook_that_would_run_twice_is_refused():
+    module = Net(lambda w, x: x @ w, (6, 6))
+    module.w[0].register_hook(lambda grad: 2 * grad)
+    with pytest.raises(ValueError, match="use register_post_accumulate_grad_hook"):
+        parts(module, torch.randn(5, 6, dtype=torch.float64))
+
+
+def test_hooks_of_parameters_fire_once_and_in_w():
+    module, seen = Net(linear_norm, (6, 6), (6,), (6,)), []
+    for k, p in enumerate(module.parameters()):
+        p.register_post_accumulate_grad_hook(lambda p, k=k: seen.append(k))
+    parts(module, torch.randn(5, 6, dtype=torch.float64), between=lambda: seen.append("W"))
+    assert seen[0] == "W" and sorted(seen[1:]) == [0, 1, 2]
+
+
+@question("Q4.4")
+def test_memory_is_free_after_i_but_for_the_inputs_of_products():
+    """Of relu(xW)V, I leaves x and relu(xW); W leaves nothing."""
+    alive, sizes = {}, []
+
+    def note(name, t):
+        weakref.finalize(t.untyped_storage(), alive.pop, name)
+        alive[name] = t.nbytes
+        return t
+
+    def call(w, v, x):
+        h = note("h", note("product", x @ w).sigmoid())
+        return note("y", note("exp", h.exp()) @ v)
+
+    module = Net(call, (6, 6), (6, 6))
+    x = torch.randn(5, 6, dtype=torch.float64)
+    parts(module, x, between=lambda: sizes.append(sorted(alive)))
+    assert sizes == [["exp"]] and not alive
+
+
+def other_chapters():
+    """03's layers under SP and 05's experts with an auxiliary loss, in two parts on two ranks: the
+    bytes of I and W beside those of B, and the products of I and W."""
+    tp, ep, found = chapter("03_tp"), chapter("05_ep"), {}
+    torch.set_default_dtype(torch.float64)
+    for sp in ("off", "keep", "regather", "overlap"):
+        torch.manual_seed(0)
+        layers = (tp.ColumnParallelLinear(8, 16, world(), True, sp),
+                  tp.RowParallelLinear(16, 8, world(), True, sp))  # fmt: skip
+        net = nn.Sequential(tp.RMSNorm(8), layers[0], nn.GELU(), layers[1])
+        x = torch.randn(2, 8 if sp == "off" else 4, 8)
+        found[sp] = same_in_two_parts(net, x)
+    torch.manual_seed(0)
+    moe = ep.MoE(ep.Router(8, 4, 2, balance=1.0, group=world()), 4, world())
+    found["experts"] = same_in_two_parts(moe, torch.randn(2, 6, 8))
+    return found
+
+
+@question("Q4.4")
+def test_layers_of_other_chapters_split_and_no_collective_runs_twice():
+    for found in on_ranks(2, other_chapters):
+        for kind, ((_, both), i, w) in found.items():
+            assert Counter(i[1]) + Counter(w[1]) == Counter(both), kind
+            assert not Counter(w[1]), kind
+        for sp in ("off", "keep", "regather"):
+            assert [part[0] for part in found[sp][1:]] == [2, 2], sp
+        assert found["overlap"][2][0] == 0  # a Function that does not ask: whole, in I
+        assert found["experts"][2][0] >= 5  # four matrices of two experts, and the router's
 
 
 def callbacks(name):
@@ -593,7 +827,7 @@ def validation():
     up = lambda cells: [cell for cell in cells if cell[0].kind == "F"]
     schedule = [up(cells) for cells in SCHEDULES["zb-v"](p, 3)]
     stages = here(schedule, 2 * p)
-    scale = pp.Scale(block for stage in stages.values() for block in stage.blocks.values())
+    scale = pp.Scale([block for stage in stages.values() for block in stage.blocks.values()])
     called = []
     losses, _ = pp.execute(schedule, stages, batch, world(), last_backward=called.append)
     grads = [q.grad for _, q in named(stages)]
@@ -691,6 +925,7 @@ class Clock(torch.nn.Module):
     def __init__(self, stage, last, now, events):
         super().__init__()
         self.stage, self.last, self.now, self.events = stage, stage == last, now, events
+        self.weight = nn.Parameter(torch.zeros(1, 1))
         self.seconds = 1e-4 * (1 + 3 * stage % 5)
 
     def boundary(self, microbatch):
@@ -705,26 +940,24 @@ class Clock(torch.nn.Module):
         self.events.append((Op(kind, self.stage, i), start, self.now[0]))
         return torch.tensor(self.now[0], dtype=torch.float64)
 
-    def forward(self, x, i, later=None):
+    def forward(self, x, i):
         x = torch.zeros((), dtype=torch.float64, requires_grad=True) if x is None else x
-        return _Tick.apply(x, self, i, later)
+        return _Tick.apply(x, self.weight, self, i)
 
 
 class _Tick(torch.autograd.Function):
     """What arrives, either way, is a time; so is what leaves."""
 
     @staticmethod
-    def forward(ctx, x, clock, i, later):
-        ctx.given = clock, i, later
+    def forward(ctx, x, weight, clock, i):
+        ctx.clock, ctx.i = clock, i
         return clock.take("F", i, x)
 
     @staticmethod
     def backward(ctx, d_y):
-        clock, i, later = ctx.given
-        if later is not None:
-            later.append(lambda: clock.take("W", i))
-        after = 0.0 if clock.last else d_y  # the gradient of the loss itself is no time
-        return clock.take("B" if later is None else "I", i, after), None, None, None
+        kind = {(True, True): "B", (True, False): "I", (False, True): "W"}[ctx.needs_input_grad[:2]]
+        after = 0.0 if ctx.clock.last or kind == "W" else d_y  # of the loss itself: no time
+        return ctx.clock.take(kind, ctx.i, after), torch.zeros(1, 1), None, None
 
 
 UNFUSED = [name for name in SCHEDULES if not name.startswith("dualpipe")]
@@ -739,7 +972,7 @@ def clocked(m):
         stages = {stage: Clock(stage, last, now, events) for stage in range(last + 1)}
         _, timed = pp.execute(schedule, stages, range(m), world())
         own = [pp.Timed(me, (op,), start, end) for op, start, end in events]
-        found[name] = pp.together(own, world()), pp.together(timed, world())
+        found[name] = asleep.together(own, world()), asleep.together(timed, world())
     return found
 
 
@@ -752,12 +985,12 @@ def test_measured_durations_simulated_give_the_measured_order():
         schedule = made(name, p, m)
         last = max(pp.placement(schedule))[1]
         starts = lambda t: {cell.ops: cell.start for cell in t.cells}
-        predicted, found = starts(pp.replay(own, schedule)), starts(own)
+        predicted, found = starts(asleep.replay(own, schedule)), starts(own)
         assert predicted == pytest.approx(found, abs=1e-9), name
         assert sorted(predicted, key=predicted.get) == sorted(predicted, key=found.get), name
         assert [[cell.ops for cell in cells] for cells in real.ranks] == schedule, name
         ended = {pp.result(op): cell.end for cell in real.cells for op in cell.ops}
-        soonest = starts(pp.replay(real, schedule))
+        soonest = starts(asleep.replay(real, schedule))
         for (op,), start in starts(real).items():
             assert all(ended[need] <= start for need in pp.needs(op, last)), (name, op)
             assert start >= soonest[op,] - 1e-9, (name, op)
@@ -767,7 +1000,7 @@ def test_a_fused_cell_is_replayed_at_the_time_it_took():
     for name in ("dualpipe", "dualpipev"):
         schedule = SCHEDULES[name](4, 8)
         t = simulate(schedule)
-        assert pp.replay(t, schedule).makespan == t.makespan
+        assert asleep.replay(t, schedule).makespan == t.makespan
 
 
 def test_the_table_of_predictions_row_by_row(capsys):
@@ -799,7 +1032,7 @@ def test_panels_share_a_scale_and_second_chunks_and_directions_have_a_foot(tmp_p
     limits, feet, set_, barh = [], [0], Axes.set, Axes.barh
 
     def noted_set(self, **given):
-        limits.append(given["xlim"])
+        limits.extend([given["xlim"]] if "xlim" in given else [])
         return set_(self, **given)
 
     def noted_barh(self, *at, color, **look):
@@ -822,22 +1055,54 @@ def test_forwards_alone_hold_nothing():
 
 def given(**more):
     plain = dict.fromkeys(("schedule", "chunks", "group", "limit", "text"))
-    plain |= dict(microbatches=3, steps=3, costs=(1, 1, 1, 0))
+    plain |= dict(micro_batches=3, steps=3, costs=(1, 1, 1, 0))
     return argparse.Namespace(**plain | more)
 
 
-def ends_after_training():
-    """The tied weight as this rank has it after `train`."""
-    kept, mine = [], pp.mine
-    with patch.object(pp, "mine", lambda *at: kept.append(mine(*at)) or kept[0]):
-        pp.train(given(), "1f1b", SCHEDULES["1f1b"](2, 3), world(), CPU)
-    (stage,) = kept[0].values()
-    return stage.embedding.weight.detach().tolist()
+def batches(steps, m):
+    """Batches of random bytes; micro-batches differ in how many labels count. One step has none."""
+    for step in range(steps):
+        x, y = torch.randint(256, (2, 2 * m, 8), generator=torch.Generator().manual_seed(step))
+        for i in range(2 * m):
+            y[i, : i % 7] = -100
+        yield x, y.fill_(-100) if step == 3 else y
 
 
-def test_training_keeps_the_tied_ends_equal():
-    first, last = on_ranks(2, ends_after_training)
-    assert first == last
+def six_steps(name, m):
+    """This rank's weights after six steps of `train_step`, and its losses."""
+    schedule = SCHEDULES[name](dist.get_world_size(), m)
+    stages = here(schedule, 8)
+    optimizer = torch.optim.SGD({q for _, q in named(stages)}, lr=0.1, momentum=0.9)
+    losses = [pp.train_step(schedule, stages, optimizer, x, y, m, world()).item()
+              for x, y in batches(6, m)]  # fmt: skip
+    return {key: value.detach().tolist() for key, value in named(stages)}, losses
+
+
+@question("Q4.5")
+@pytest.mark.parametrize("p, name", [(1, "gpipe"), (2, "1f1b"), (2, "zb-v"), (4, "zb-h1")])
+def test_six_training_steps_are_those_of_one_process(p, name):
+    """The loop that main runs, beside a plain one on whole batches; a step without labels is left
+    out. The embedding's weight, tied, is one parameter."""
+    weights = {k: v.requires_grad_() for k, v in pp.build(1, 8)[0].double().state_dict().items()}
+    optimizer, losses = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9), []
+    for x, y in batches(6, 4):
+        if (y != -100).any():
+            optimizer.zero_grad()
+            losses.append(pp.twin_loss(weights, x, y))
+            losses[-1].backward()
+            optimizer.step()
+        else:
+            losses.append(torch.zeros(()))
+    answers = on_ranks(p, six_steps, name, 4)
+    seen = set()
+    for rank, _ in answers:
+        for key, value in rank.items():
+            seen.add(key)
+            found = torch.tensor(value, dtype=torch.float64)
+            assert pp.relative_error(found, weights[key].detach()) < 1e-10, key
+    assert seen == weights.keys()
+    total = [sum(step) for step in zip(*(found for _, found in answers))]
+    assert total == pytest.approx([loss.item() for loss in losses], rel=1e-10)
 
 
 def proven():
@@ -852,6 +1117,159 @@ def test_greedy_zero_bubble_goes_by_the_costs_it_is_given():
     for costs, makespan in [((1, 1, 1, 0.5), 34), ((2, 3, 1, 0.5), 68), ((3, 2, 2, 0), 67)]:
         schedule = SCHEDULES["zb-auto"](4, 8, limit=4, costs=costs)
         assert simulate(schedule, costs).makespan == pytest.approx(makespan)
+
+
+# ── ranks agree, and nothing is dropped ──────────────────────────────────────────────────────
+
+
+class Plain(nn.Module):
+    """A stage from a function of (weight, x, micro-batch)."""
+
+    def __init__(self, call, shape=(4,), dtype=torch.float32, room=None):
+        super().__init__()
+        self.call, self.w = call, nn.Parameter(torch.ones(shape, dtype=dtype))
+        self.room = torch.empty(shape, dtype=dtype) if room is None else room
+
+    def boundary(self, microbatch):
+        return self.room
+
+    def forward(self, x, microbatch):
+        return self.call(self.w, x, microbatch)
+
+
+def run_plain(calls, given, m=2, rooms=(None, None), shape=(4,), dtypes=2 * [torch.float32]):
+    """This rank's gradient after 1F1B over two ranks, of stages from two functions."""
+    r = dist.get_rank()
+    stage = Plain(calls[r], shape, dtypes[r], rooms[r])
+    pp.execute(SCHEDULES["1f1b"](dist.get_world_size(), m), {r: stage}, given, world())
+    return stage.w.grad.tolist()
+
+
+first = lambda w, x, i: i * w
+last = lambda w, x, i: (x * w).sum()
+
+
+def refused(*args, **kwargs):
+    """The sentence of a run on two ranks that is refused."""
+    with pytest.raises(RankFailed) as failed:
+        on_ranks(2, lambda: run_plain(*args, **kwargs))
+    return str(failed.value).strip().splitlines()[-1]
+
+
+def test_ranks_that_have_other_lists_are_told_the_first_that_differs():
+    def other_groups():
+        schedule = SCHEDULES["interleaved"](2, 4, g=(2, 4)[dist.get_rank()])
+        pp.execute(schedule, here(schedule, 4), pp.proof_batch(4, CPU), world())
+
+    told = r"Disagreement: .*rank 1 has F0\.2 at place 2 of list 0, rank 0 has F2\.0"
+    with pytest.raises(RankFailed, match=told):
+        on_ranks(2, other_groups)
+
+
+def test_as_many_micro_batches_as_the_schedule_has():
+    ones = 8 * [torch.ones(4)]
+    assert "has 4 micro-batches, and 8 are given" in refused([first, last], ones, 4)
+    assert "has 8 micro-batches, and 4 are given" in refused([first, last], ones[:4], 8)
+    assert on_ranks(2, run_plain, [first, last], ones, 8) == [[8.0] * 4] * 2
+
+
+def test_what_arrives_is_what_there_is_room_for():
+    half, brain, ones = torch.float16, torch.bfloat16, 2 * [torch.ones(4)]
+    to_half = [lambda w, x, i: i.half() * w, last]
+    sentence = refused(to_half, ones, dtypes=[half, brain])
+    assert "F0.0 returns (4,) torch.float16, and boundary() of stage 1 makes room for" in sentence
+    two = [lambda w, x, i: (i * w, i), last]
+    assert "returns (4,) torch.float32, (4,) torch.float32, and" in refused(two, ones)
+    narrow = on_ranks(2, run_plain, [lambda w, x, i: i * w, last], ones, 2)
+    assert narrow == [[2.0] * 4] * 2
+
+
+def test_boundaries_of_any_kind():
+    """Not contiguous; two tensors, one of them of integers; other widths up and down; one that a
+    micro-batch does not use: its gradient is zeros."""
+    ones, square = [torch.ones(2, 2), 2 * torch.ones(2, 2)], (2, 2)
+    plain = [[[3.0, 3.0]] * 2] * 2
+    turned = [lambda w, x, i: (i * w).t().contiguous().t(), last]
+    assert on_ranks(2, run_plain, turned, ones, 2, (None, None), square) == plain
+    pair = [lambda w, x, i: (torch.arange(2), i * w), lambda w, x, i: (x[1] * w * x[0].max()).sum()]
+    room = None, (torch.arange(2), torch.empty(2, 2))
+    assert on_ranks(2, run_plain, pair, ones, 2, room, square) == plain
+    wide = [lambda w, x, i: torch.cat([i * w, i * w], 1), lambda w, x, i: (x[:, :2] * w).sum()]
+    assert on_ranks(2, run_plain, wide, ones, 2, (None, torch.empty(2, 4)), square) == plain
+    unused = [first, lambda w, x, i: ((x if i[0, 0] == 1 else i) * w).sum()]
+    assert on_ranks(2, run_plain, unused, ones, 2, (None, None), square)[0] == [[1.0, 1.0]] * 2
+
+
+def in_bf16(m, twice):
+    given = [torch.tensor([g]).bfloat16() for g in [1.0] + [2.0**-9] * (m - 1)]
+    stage = Plain(lambda w, x, i: (i * w).sum(), (1,), torch.bfloat16)
+    for _ in range(1 + twice):
+        pp.execute(SCHEDULES["gpipe"](1, m), {0: stage}, given, world())
+    return stage.w.grad.item()
+
+
+def test_micro_batches_in_bf16_add_up_in_fp32():
+    assert on_ranks(1, in_bf16, 9, False) == [1.015625]
+    assert on_ranks(1, in_bf16, 9, True) == [2.03125]
+
+
+def shared(how):
+    """The gradient of the tied weight beside the twin's, after two runs of two micro-batches."""
+    schedule, batch = SCHEDULES["1f1b"](2, 2), pp.proof_batch(4, CPU)
+    stages, (wanted, _) = here(schedule, 2), pp.twin_gradients(2, batch)
+    for k in range(2):
+        pp.execute(schedule, stages, batch[2 * k : 2 * k + 2], world())
+        for _ in range(how.count("each")):
+            pp.share_gradients(schedule, stages, world())
+    for _ in range(how.count("last")):
+        pp.share_gradients(schedule, stages, world())
+    (stage,) = stages.values()
+    return pp.relative_error(stage.embedding.weight.grad, wanted["embedding.weight"])
+
+
+def test_ends_are_added_up_once_a_step():
+    """Once after the last run, as often as one likes; after each run, it is refused."""
+    assert max(on_ranks(2, shared, "last")) < 1e-10
+    assert max(on_ranks(2, shared, "last last")) < 1e-10
+    with pytest.raises(RankFailed, match="embedding.weight was added up already"):
+        on_ranks(2, shared, "each")
+
+
+def another_tie():
+    """A norm that stands in the stages of three ranks: its gradient on each."""
+    schedule, r = SCHEDULES["1f1b"](3, 2), dist.get_rank()
+    stage = Plain(lambda w, x, i: (w * (i if x is None else x)).sum().expand(1) if r < 2
+                  else (w * x).sum(), (1,))  # fmt: skip
+    pp.execute(schedule, {r: stage}, 2 * [torch.full((1,), 3.0)], world())
+    pp.share_gradients(schedule, {r: stage}, world())
+    return stage.w.grad.item()
+
+
+def test_a_tie_of_any_name_is_summed_over_all_its_ranks():
+    assert on_ranks(3, another_tie) == [3 * 2 * 3.0] * 3
+
+
+def without_labels():
+    schedule, batch = SCHEDULES["1f1b"](2, 2), pp.proof_batch(2, CPU)
+    batch = [(x, torch.full_like(y, -100), torch.tensor(0)) for x, y, _ in batch]
+    stages = here(schedule, 2)
+    losses, _ = pp.execute(schedule, stages, batch, world())
+    return [loss.item() for loss in losses.values()], [q.grad.any() for _, q in named(stages)]
+
+
+def test_a_step_in_which_no_label_counts_has_loss_and_gradients_of_zero():
+    answers = on_ranks(2, without_labels)
+    assert [losses for losses, _ in answers] == [[], [0.0, 0.0]]
+    assert not any(any(moved) for _, moved in answers)
+
+
+def test_a_list_printed_with_its_messages():
+    lists = SCHEDULES["1f1b"](2, 2)
+    assert pp.messages(lists, 0) == "F0 >1  F1 >1  B0 <1  B1 <1"
+    assert pp.messages(lists, 1) == "F0 <0  B0 >0  F1 <0  B1 >0"
+    assert pp.messages(SCHEDULES["1f1b"](3, 1), 1) == "F0 <0 >2  B0 <2 >0"
+    assert pp.messages(SCHEDULES["zb-v"](2, 1), 1).split("  ")[:2] == ["F1.0 <0", "F2.0 >0"]
+    assert pp.messages(SCHEDULES["dualpipe"](2, 2), 0).startswith("F0.0 >1")
 
 
 # ── as its user runs it ──────────────────────────────────────────────────────────────────────
@@ -869,24 +1287,22 @@ def command_line(*words):
 
 
 @pytest.mark.parametrize("wrong, says", [
-    (["--microbatches", 0], "--microbatches 0: at least 1"),
+    (["--micro-batches", 0], "--micro-batches 0: at least 1"),
     (["--chunks", 0], "--chunks 0: at least 1"),
     (["--schedule", "dualpipe", "--ranks", 3], "--ranks 3 is odd"),
     (["--schedule", "gpipe", "--chunks", 2], "--chunks 2 means nothing to --schedule gpipe"),
-    (["--schedule", "interleaved", "--group", 3], "--group 3 with --microbatches 8 stalls 4 ranks"),
+    (["--schedule", "interleaved", "--group", 3], "--group 3 with --micro-batches 8 stalls 4"),
     (["--schedule", "zb-auto", "--limit", 0], "--limit 0"),
     (["--costs", "1,1,1"], "four numbers"),
     (["--costs=-1,1,1,0"], "each must be 0 or more"),
     (["--simulate", "--costs", "1,1,1"], "four numbers"),
-    (["--plot", "a", "--steps", 0], "--steps 0 has none"),
     (["--costs", "1,1,nan,0"], "each must be 0 or more"),
     (["--costs", "1,1,inf,0"], "each must be 0 or more"),
     (["--costs", "1,1,x,0"], "--costs 1,1,x,0: four numbers"),
     (["--costs", "0,0,0,1"], "one of F, I and W must take time"),
-    (["--simulate", "--plot", "a"], "leave out --simulate"),
+    (["--simulate", "--plot", "a.png"], "which --simulate leaves out"),
     (["--simulate", "--ranks", 0], "--ranks 0"),
     (["--steps", -1], "--steps -1"),
-    (["--json"], "--json"),
 ])  # fmt: skip
 def test_what_cannot_work_is_a_sentence(wrong, says, capsys):
     assert command_line(*wrong) == 2
@@ -895,14 +1311,12 @@ def test_what_cannot_work_is_a_sentence(wrong, says, capsys):
 
 
 def test_predictions_need_no_ranks(capsys):
-    shape = "--ranks", 16, "--microbatches", 64, "--schedule", "zb-h1"
+    shape = "--ranks", 16, "--micro-batches", 64, "--schedule", "zb-h1"
     assert command_line("--simulate", *shape) == 0
     assert re.search(r"zb-h1 +207 +15 ", capsys.readouterr().out)
-    costs = "--costs", "2,3,1,0.5"
-    assert command_line("--simulate", "--json", *costs, "--schedule", "1f1b") == 0
-    cells = json.loads(capsys.readouterr().out)["1f1b"]
+    assert command_line("--simulate", "--costs", "2,3,1,0.5", "--schedule", "1f1b") == 0
     t = simulate(SCHEDULES["1f1b"](4, 8), (2, 3, 1, 0.5))
-    assert max(end for *_, end in cells) == t.makespan
+    assert re.search(rf"1f1b +{t.makespan:g} ", capsys.readouterr().out)
     assert command_line("--list") == 0
     listed = capsys.readouterr().out
     assert all(f"{name}\n" in listed for name in SCHEDULES)
@@ -910,12 +1324,18 @@ def test_predictions_need_no_ranks(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_it_learns_from_text_and_draws(name, tmp_path):
-    plot = ["--plot", tmp_path / "a"] if name == "zb-v" else []
-    done = run_script(SCRIPT, "--ranks", 2, "--steps", 21, "--schedule", name, *plot)
+def test_it_learns_from_text(name):
+    done = run_script(SCRIPT, "--ranks", 2, "--steps", 21, "--schedule", name)
     assert done.returncode == 0, done.stdout + done.stderr
     entropy = float(re.search(r"entropy is ([\d.]+)", done.stdout)[1])
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert losses[0] > 5 and losses[-1] < entropy - 0.3
-    drawn = {"a_gantt.png", "a_all.png", "a_bubbles.png"} if plot else set()
-    assert {p.name for p in tmp_path.iterdir()} == drawn
+    assert losses[0] > entropy + 1  # what has not been trained knows less than the unigrams
+    assert losses[-1] < entropy - 0.3
+
+
+@pytest.mark.slow
+def test_it_draws_the_chosen_schedule_and_does_not_train(tmp_path):
+    picture = tmp_path / "a.png"
+    done = run_script(SCRIPT, "--ranks", 2, "--schedule", "zb-v", "--plot", picture)
+    assert done.returncode == 0 and "loss " not in done.stdout, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"] and picture.stat().st_size > 1e4
