@@ -33,7 +33,7 @@ Questions  Q3.1 ** what happens to x before the columns?   Q3.2 * where is a row
 # n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
 # H query heads · K key/value heads · d width of a head · F hidden units · V vocabulary
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -291,7 +291,6 @@ gather_and_save = pair(all_gather, reduce_scatter, save=True)
 
 def column_parallel_regather(x_BsD, weight, group):
     """column_parallel_sp() that keeps s tokens instead of S."""
-    x_BsD = to_autocast_dtype(x_BsD)
     x_BSD = gather_and_save(x_BsD, group)
     node, storage = x_BSD.grad_fn, x_BSD.untyped_storage().data_ptr()
     if node is None:  # x needs no gradient
@@ -420,7 +419,7 @@ class ColumnParallelLinear(_Sharded):
         self.bias = self.part(torch.zeros(n_out), spec) if bias else None
 
     def forward(self, x):
-        y = self.column(x, self.weight, self.group)
+        y = self.column(to_autocast_dtype(x), self.weight, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -857,6 +856,8 @@ def gather_whole(module, group):
 
 
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
+
+from dataclasses import replace
 
 
 def parameter_bytes(c, n, e=8):

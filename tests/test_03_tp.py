@@ -1,5 +1,6 @@
 """03_tp: loss and gradients equal to one process, bytes equal to the formulas, reported faults."""
 
+import argparse
 import itertools
 import math
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import ROOT, RankFailed, chapter, on_ranks, refusal, run_script
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 tp = chapter("03_tp")
@@ -66,6 +68,58 @@ def test_any_key_value_heads_ends_and_biases_on_every_rung(n):
     ends = dict(tied=True, bias=False), dict(tied=False, bias=True)
     configs = [replace(FULL, kv_heads=8 >> i, **ends[(i + n.bit_length()) % 2]) for i in range(4)]
     assert on_ranks(n, lambda: list(grid(configs)), timeout=200) == [[]] * n
+
+
+@question("Q3.1")
+def test_the_example_of_the_pair_by_hand():
+    """x = 3, W_up = [1 2], W_down = [10; 100]: the numbers in the chapter's comment."""
+
+    def by_hand():
+        x, d_y = torch.full((1, 1, 1), 3.0), torch.ones(1, 1, 1)
+        up, down = torch.tensor([[rank() + 1.0]]), torch.tensor([[10.0 ** (rank() + 1)]])
+        return [t.item() for t in tp.mlp_by_hand(x, up, down, d_y, world())]
+
+    assert on_ranks(2, by_hand) == [[630, 210, 30, 3], [630, 210, 300, 6]]
+
+
+def test_the_proof_s_batch_is_not_trivial():
+    """Sequences, tokens and labels differ; some labels count, and some do not."""
+    x, y = tp.proof_batch(SMALL, 2, 16, CPU)
+    assert min(len(x.unique()), len(y.unique())) > 10 and not torch.equal(*x)
+    assert 4 <= (y == -100).sum() <= 12
+
+
+def weights_of_a_plain_loop(c, text, steps, B, S):
+    """The weights after steps of the twin on one process: AdamW, clipping, mean loss."""
+    torch.manual_seed(0)
+    twin = tp.Twin(c).double()
+    optimizer, clipped = torch.optim.AdamW(twin.parameters(), lr=3e-3), 0
+    for step in range(steps):
+        x, y = tp.sample(text, step, B, S)
+        optimizer.zero_grad()
+        F.cross_entropy(twin(x).flatten(0, 1), y.flatten()).backward()
+        clipped += nn.utils.clip_grad_norm_(twin.parameters(), 1.0).item() > 1
+        optimizer.step()
+    assert clipped == steps  # or clipping would not be seen
+    return {name: param.detach() for name, param in twin.named_parameters()}
+
+
+@pytest.mark.parametrize("n, sp", [(1, "off"), (2, "off"), (2, "overlap"), (4, "regather")])
+def test_the_loop_of_main_trains_what_a_plain_loop_trains(n, sp):
+    """Two copied key/value heads, biases, tied ends. Padded rows of the vocabulary stay zero."""
+    c = replace(SMALL, V=257, kv_heads=2, bias=True)
+    args = argparse.Namespace(text=None, steps=6, batch=4, sequence=16)
+
+    def trained():
+        model, _ = tp.build(c, world(), CPU, sp)
+        status = tp.train(model, args, CPU)
+        beyond = model.embedding.weight[max(0, 257 - rank() * -(-257 // n)) :].abs().sum().item()
+        return status, beyond, tp.gather_whole(model, world())
+
+    right = weights_of_a_plain_loop(c, tp.read_text(None, 0), 6, 4, 16)
+    for status, beyond, whole in on_ranks(n, trained):
+        assert (status, beyond) == (0, 0) and whole.keys() == right.keys()
+        assert max(tp.relative_error(whole[name], right[name]) for name in right) < 1e-10
 
 
 def test_a_group_need_not_be_the_world_nor_begin_at_rank_0():
@@ -220,7 +274,7 @@ def test_a_block_may_be_recomputed_and_sends_all_but_its_last_sum_once_more():
         block = tp.Block(FULL, world(), sp).double()
         data = torch.randn(2, 16 if sp == "off" else 8, 32, dtype=DOUBLE)
         gradients, sent = [], []
-        for run in (lambda *inputs: block(*inputs), partial(checkpoint, block, use_reentrant=False)):
+        for run in (block, partial(checkpoint, block, use_reentrant=False)):
             block.zero_grad()
             x = data.clone().requires_grad_()
             with tp.Ledger() as ledger:
@@ -233,6 +287,78 @@ def test_a_block_may_be_recomputed_and_sends_all_but_its_last_sum_once_more():
     wanted = {"off": 2, "keep": 3, "regather": 3, "overlap": 4}
     for found in on_ranks(2, lambda: {sp: step(sp) for sp in wanted}):
         assert found == {sp: (True, journeys) for sp, journeys in wanted.items()}
+
+
+def test_a_recomputed_block_keeps_no_tokens_that_it_would_gather_again():
+    """The hooks of "regather" hold a node, and not its tokens: these come back by recomputation."""
+
+    def kept():
+        block, send, tokens = tp.Block(SMALL, world(), "regather"), tp.start_all_gather, []
+
+        def note(x, group):
+            tokens.append(StorageWeakRef(x.untyped_storage()))
+            return send(x, group)
+
+        x = torch.randn(2, 8, 32, requires_grad=True)
+        with patch.object(tp, "start_all_gather", note):
+            y = checkpoint(block, x, torch.arange(16), use_reentrant=False)
+            held = [not token.expired() for token in tokens]
+            y.sum().backward()
+        return held, len(tokens)
+
+    assert on_ranks(2, kept) == [([False, False], 8)] * 2  # 2 + 2 recomputed + 2 again + 2 d_y
+
+
+@pytest.mark.parametrize("sp", ["off", "keep", "regather"])
+def test_every_product_of_a_weight_is_a_call_of_linear(sp):
+    """Which is how another mechanism, such as a pipeline's, finds the products to split."""
+
+    def products():
+        model, seen, linear = tp.LanguageModel(FULL, world(), sp), [], F.linear
+
+        def note(x, weight, bias=None):
+            seen.append(weight)
+            return linear(x, weight, bias)
+
+        with patch.object(F, "linear", note):
+            model(*tp.proof_batch(FULL, 1, 8, CPU)).sum().backward()
+        matrices = [p for name, p in model.named_parameters()
+                    if p.dim() == 2 and "embedding" not in name]  # fmt: skip
+        return {id(p) for p in seen} == {id(p) for p in matrices} and len(seen) == 9
+
+    assert on_ranks(2, products) == [True] * 2
+
+
+@pytest.mark.parametrize("sp", tp.LADDER)
+def test_under_autocast_tokens_travel_in_bf16_and_gradients_are_right(sp):
+    def step(on):
+        torch.manual_seed(0)
+        block = tp.Block(replace(SMALL, bias=True), world(), sp)
+        x = torch.randn(2, 16 if sp == "off" else 8, 32, requires_grad=True)
+        with tp.Ledger() as ledger:
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                y = block(x, torch.arange(16))
+            y.square().sum().backward()
+        return y.detach(), [x.grad, *(p.grad for p in block.parameters())], ledger.sent
+
+    def both():
+        (y, gradients, sent), (half_y, half, half_sent) = step(False), step(True)
+        errors = [tp.relative_error(a, b) for a, b in zip([half_y, *half], [y, *gradients])]
+        return max(errors), {g.dtype for g in half}, sum(half_sent.values()) / sum(sent.values())
+
+    for error, dtypes, sent in on_ranks(2, both):
+        assert error < 0.05 and dtypes == {torch.float32} and sent == 0.5
+
+
+def test_under_autocast_regathering_keeps_less():
+    def kept(sp):
+        block = tp.Block(SMALL, world(), sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            return tp.kept_bytes(block, torch.randn(2, 8, 32).requires_grad_(), torch.arange(16))
+
+    keep, regather = (on_ranks(2, kept, sp)[0] for sp in ("keep", "regather"))
+    tokens, weights = 2 * (2 * 8 * 32), (32 + 48) * 32  # of qkv and gate_up, on the other rank; here
+    assert keep - regather == 2 * (tokens + weights)  # bf16; the casts of weights it holds unseen
 
 
 # ── the two ends ─────────────────────────────────────────────────────────────────────────────
@@ -313,6 +439,155 @@ def test_an_id_beyond_the_vocabulary_is_an_error_and_not_zeros(bad):
         on_ranks(4, look)
 
 
+def test_a_norm_and_rotary_angles_are_taken_in_float32_at_least():
+    """bf16 has 8 bits: a mean square or an angle in bf16 is off by far more than its result's
+    rounding, 1/256 of the largest element."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 512, 2, 64).bfloat16()
+    norm, flat = tp.RMSNorm(128).bfloat16(), x.flatten(2)
+    right = flat.double() * (flat.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert ((norm(flat) - right).abs() <= right.abs() / 256).all()
+    positions = torch.arange(512) + 30_000
+    right = tp.rotary(x.double(), positions)
+    assert tp.relative_error(tp.rotary(x, positions).double(), right) < 0.01
+    turned = torch.view_as_complex(torch.stack(x.double().chunk(2, -1), -1))
+    rates = 1e4 ** (-torch.arange(0, 64, 2).double() / 64)
+    turned = turned * torch.polar(torch.ones(512, 32).double(), positions[:, None] * rates)[:, None]
+    assert tp.relative_error(right, torch.cat([turned.real, turned.imag], -1)) < 1e-10
+
+
+# ── gradients summed once, and their norm ────────────────────────────────────────────────────
+
+
+@question("Q3.5")
+def test_a_sum_is_taken_once_and_micro_batches_add_up_before_it():
+    """Two ranks, two tokens each, two micro-batches: 8. Summed after each, it would be 12."""
+
+    def gradient(when):
+        norm, x = tp.RMSNorm(4).double(), torch.ones(1, 2, 4, dtype=DOUBLE)
+        for micro_batch in range(2):
+            norm(x).sum().backward()
+            if when == "each" or micro_batch == 1:
+                tp.sum_replicated_gradients(norm, world(), "keep")
+        if when == "twice":
+            with tp.Ledger() as ledger:
+                tp.sum_replicated_gradients(norm, world(), "keep")
+            assert not ledger.events
+        return round(norm.weight.grad[0].item(), 3)
+
+    assert on_ranks(2, gradient, "last") == on_ranks(2, gradient, "twice") == [8.0] * 2
+    with pytest.raises(RankFailed, match="gradient of weight was summed over tp, and has changed"):
+        on_ranks(2, gradient, "each")
+
+
+def test_a_copied_head_is_summed_once_too():
+    def gradient(again):
+        layer = tp.Attention(8, 4, 1, world())
+        layer(torch.ones(1, 2, 8), torch.arange(2)).sum().backward()
+        tp.sum_replicated_gradients(layer, world(), "off")
+        once = layer.qkv.weight.grad.clone()
+        if again:
+            layer(torch.ones(1, 2, 8), torch.arange(2)).sum().backward()
+        tp.sum_replicated_gradients(layer, world(), "off")
+        return torch.equal(layer.qkv.weight.grad, once)
+
+    assert on_ranks(2, gradient, False) == [True] * 2
+    with pytest.raises(RankFailed, match="gradient of qkv.weight was summed over tp"):
+        on_ranks(2, gradient, True)
+
+
+@pytest.mark.parametrize("sp", tp.LADDER)
+def test_a_step_in_which_no_label_counts_changes_nothing(sp):
+    def step():
+        model, _ = tp.build(SMALL, world(), CPU, sp)
+        before = [p.detach().clone() for p in model.parameters()]
+        x, y = tp.proof_batch(SMALL, 2, 16, CPU)
+        loss = tp.loss_and_gradients(model, x, y.fill_(-100))
+        zeros = all(p.grad.count_nonzero() == 0 for p in model.parameters())
+        model.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        _, norm = tp.train_step(model, optimizer, x, y)
+        same = all(map(torch.equal, before, model.parameters()))
+        return loss.item(), zeros, norm.item(), same
+
+    assert on_ranks(2, step) == [(0.0, True, 0.0, True)] * 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_norm_counts_every_element_once_and_clips_alike(n):
+    """Split, replicated and copied parameters, each with gradients of its own size."""
+    c = replace(FULL, kv_heads=2)
+
+    def clipped(max_norm):
+        model, whole = tp.build(c, world(), CPU, "keep")
+        specs = tp.shard_specs(model)
+        for i, (name, p) in enumerate(model.named_parameters()):
+            g = whole[name] * (i + 1)
+            p.grad = tp.shard(g, specs[name], n, rank()).clone() if name in specs else g.clone()
+        right = sum((w * (i + 1)).square().sum() for i, w in enumerate(whole.values())).sqrt()
+        first = model.norm.weight.grad.clone()
+        norm = tp.clip_grad_norm(model, world(), max_norm)
+        scaled = tp.relative_error(model.norm.weight.grad, first * min(1, max_norm / right.item()))
+        return (norm / right - 1).abs().item(), scaled
+
+    for max_norm in (1.0, 1e9):
+        for norm, scaled in on_ranks(n, clipped, max_norm):
+            assert norm < 1e-12 and scaled < 1e-6
+
+
+@pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear",
+                                   "VocabParallelEmbedding"])  # fmt: skip
+def test_torch_s_clipping_is_refused_by_the_name_of_ours(layer):
+    """Every rank would find another norm. What is not split is clipped as ever."""
+
+    def clip(parts):
+        ours = getattr(tp, layer)(4, 4, world())
+        params = [*(ours if parts else nn.Linear(4, 4)).parameters()]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        return nn.utils.clip_grad_norm_(params, 1.0).item()
+
+    assert on_ranks(2, clip, False) == [pytest.approx(20**0.5)] * 2
+    with pytest.raises(RankFailed, match="ValueError: torch's clip.*: use clip_grad_norm"):
+        on_ranks(2, clip, True)
+
+
+# ── what must be alike, and what is loaded ───────────────────────────────────────────────────
+
+
+def test_ranks_with_different_configurations_are_told_so():
+    def build():
+        tp.LanguageModel(replace(SMALL, layers=1 + rank()), world())
+
+    with pytest.raises(RankFailed, match="Disagreement: ranks disagree: rank 1 has .*layers=2"):
+        on_ranks(2, build)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"blocks.2.norm1.weight": (32,)}, "blocks.2.norm1.weight is unknown"),
+    ({"norm.weight": None}, "norm.weight is missing"),
+    ({"norm.weight": (1,)}, r"norm.weight has shape \[1\] instead of \[32\]"),
+    ({"blocks.0.mlp.gate_up.weight": (96, 1)}, r"shape \[96, 1\] instead of \[96, 32\]"),
+    ({"embedding.weight": (54, 32)}, r"shape \[54, 32\] instead of \[53, 32\]"),
+    ({"blocks.0.attention.qkv.weight": (40, 32), "blocks.1.mlp.down.weight": (32, 24)},
+     r"\[40, 32\] instead of \[64, 32\]; blocks.1.mlp.down.weight has shape \[32, 24\]"),
+])  # fmt: skip
+def test_what_does_not_fit_is_not_loaded(change, says):
+    def load():
+        model, whole = tp.build(SMALL, world(), CPU)
+        for name, shape in change.items():
+            whole[name] = shape and torch.ones(shape, dtype=DOUBLE)
+        whole = {name: tensor for name, tensor in whole.items() if tensor is not None}
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            tp.load_whole(model, {name: tensor + 1 for name, tensor in whole.items()}, world())
+        finally:
+            assert all(map(torch.equal, before, model.parameters()))
+
+    with pytest.raises(RankFailed, match=f"ValueError: .*{says}"):
+        on_ranks(2, load)
+
+
 # ── reported faults (tp-01 to tp-08, ck-02, co-10) ───────────────────────────────────────────
 
 
@@ -387,7 +662,7 @@ def test_tp_04_every_n_starts_from_the_same_weights():
     def start():
         torch.manual_seed(0)
         layers = nn.ModuleList([
-            tp.ColumnParallelLinear(64, 64, world()), tp.RowParallelLinear(64, 64, world()),
+            tp.ColumnParallelLinear(64, 256, world()), tp.RowParallelLinear(256, 64, world()),
             tp.VocabParallelEmbedding(64, 64, world()), tp.Attention(64, 8, 2, world()),
             tp.MLP(64, 96, world()),
         ])  # fmt: skip
@@ -395,12 +670,24 @@ def test_tp_04_every_n_starts_from_the_same_weights():
         return parts, {k: v.tolist() for k, v in tp.gather_whole(layers, world()).items()}
 
     wanted = on_ranks(1, start)[0][1]
-    assert torch.tensor(wanted["0.weight"]).std() == pytest.approx(1 / 8, rel=0.05)
+    fan_in = {"0.weight": 64, "1.weight": 256, "2.weight": 64, "3.qkv.weight": 64,
+              "3.out.weight": 64, "4.gate_up.weight": 64, "4.down.weight": 96}  # fmt: skip
+    for name, inputs in fan_in.items():
+        assert torch.tensor(wanted[name]).std() == pytest.approx(inputs**-0.5, rel=0.05), name
     for n in (2, 4, 8):
         found = on_ranks(n, start)
         assert all(whole == wanted for _, whole in found)
         for of_ranks in zip(*(parts for parts, _ in found)):
             assert len({tuple(part) for part in of_ranks}) == n
+
+
+def test_tp_04_no_two_layers_start_alike():
+    def weights():
+        model = tp.LanguageModel(SMALL, world())
+        return [p.flatten()[:8].tolist() for p in model.parameters() if p.dim() == 2]
+
+    for found in on_ranks(2, weights):
+        assert len({tuple(values) for values in found}) == len(found) == 9
 
 
 def test_tp_05_ten_tokens_on_four_ranks():
