@@ -1,84 +1,254 @@
-"""05 · Expert parallelism: tokens travel to the few weights they chose
+"""05 · Expert parallelism: each rank holds some experts; tokens travel to the experts they chose
 
-A mixture-of-experts layer has E small networks where a dense one has one large; a router chooses k
-of them for each token. Here E/ep of them live on each rank, and rows of tokens go to and fro.
+A mixture-of-experts layer has E small networks, the experts, in place of one large network. A
+router chooses k experts for each token. Each of n ranks holds e = E/n experts and its own s tokens.
+So a layer sends each token's row to the ranks of its experts, and the experts' results back.
 
-    rank 0   N tokens   router, shared expert   experts 0 .. e-1   ─┐  all_to_all there: dispatch
-    rank 1   N tokens   the same ones           experts e .. 2e-1  ─┼─ all_to_all back: combine
-    ...                                                            ─┘  and both again in backward
+    rank 0   s tokens, router   experts 0 .. e-1    ─┐  all_to_all: rows go out (dispatch)
+    rank 1   s tokens, router   experts e .. 2e-1   ─┼─ all_to_all: results return (combine)
+    ...                                             ─┘  backward does both again, in reverse
 
-    ladder          rows sent per rank and all-to-all, of D elements, if routing is even
-    gather_tokens   N · (ep-1)                 every token to everyone
-    one_hop         N · k · (ep-1)/ep          to the ranks of its experts
-    two_hops        N · (nodes reached - 1)    over slow links; then inside the node, over fast ones
-    held: e · 3·D·F parameters, gradients and optimizer state on a rank. Activations are not split.
+    ladder          rows of D elements that a rank sends in one exchange, if the load is even
+    gather_tokens   s · (n-1)           every token goes to every rank
+    one_hop         s · k · (n-1)/n     a token goes to each of its experts
+    two_hops        s · (nodes - 1)     at most, between nodes; links inside a node are fast
+    A step has four exchanges. A rank holds e · 3·D·F weights of experts, with their gradients and
+    optimizer state. Expert parallelism splits weights; it does not split activations.
 
-    python 05_ep.py                          four ranks on this machine
-    torchrun --nproc-per-node 4 05_ep.py     the same, started by torchrun
+    python 05_ep.py                                        four ranks on this machine
+    torchrun --nproc-per-node 4 05_ep.py                   the same, started by torchrun
+    python 05_ep.py --balance none aux:0.02 capacity:1.25  compare ways to even the load
 
-Guide: Expert Parallelism · EP all-to-all bandwidth math · Load balancing in MoE training · the FAQ
-on EP. What does not hold there: Mixtral 8x22B is 6,144 wide, not 8,192; rows also come back, so
-its forward moves 90 GB, not 56, and backward as much again. That is the traffic of all eight GPUs:
-with a link each, 1/8 of it, less the 1/8 that stays at home, is 9.9 GB a GPU. "EP stays within a
-node", but the guide's own example, DeepSeek-V3, has 64 ranks on 8 nodes; and ep divides E, it need
-not equal k.
-
-Questions  Q5.1 ** who must lose?             Q5.2 *** what is summed before a product of means?
-           Q5.3 ** where do gradients go?     Q5.4 ** in which order do experts want rows?
-           Q5.5 *** who crosses twice?        Q5.6 ** over whom does an expert's gradient add up?
+Guide: Expert Parallelism · EP all-to-all bandwidth math · Load balancing in MoE training · FAQ.
+Questions  Q5.1 ** which experts may not be chosen?   Q5.2 *** what is summed before a product?
+           Q5.3 ** where do gradients go?             Q5.4 ** in which order do experts want rows?
+           Q5.5 *** which rows need not cross?        Q5.6 ** over whom are gradients summed?
 """
-# B sequences · S bytes of each · N tokens, B·S on this rank · D width · F an expert's inner width
-# E experts · e on this rank · k choices of a token · R rows that arrive · G segments to balance
+# n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
+# F hidden units · E experts · e experts of this rank · k experts of a token · R rows received
 
-import argparse
-import inspect
-import logging
 import math
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter, namedtuple
-from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import timedelta
+from collections import namedtuple
 from fractions import Fraction
-from functools import partial
-from itertools import product
-from pathlib import Path
-from pydoc_data.topics import topics
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as nnf
 from torch import nn
+from torch.nn import functional as nnf  # not F, which is a letter here
 
 __all__ = [
-    "MoE", "Router", "attach_loss", "combine", "dispatch", "every_expert", "make_plan", "one_hop",
-    "shard_specs", "two_hops",
+    "MoE", "Router", "attach_loss", "combine", "dispatch", "gather_tokens", "make_plan", "one_hop",
+    "place_experts", "reduce_gradients", "shard_specs", "two_hops",
 ]  # fmt: skip
 
+# ── the serial twin ──────────────────────────────────────────────────────────────────────────
 
-# ── experts ──────────────────────────────────────────────────────────────────────────────────
 
+def serial_mixture(x_sD, gates_sE, gate_up, down):
+    """Compute the layer in one process: every expert on every token, times the token's gate.
 
-def grouped_linear(x_Ri, weight_eoi, runs):
-    """Rows (R, ..., i), each run of them times its own matrix of (e, o, i), to (R, ..., o).
-
-    An expert without a token is in the graph too: its gradient is zeros, never None.
+    A gate is 0 where a token did not choose an expert. gate_up is (E, 2F, D), down is (E, D, F).
     """
-    weights = weight_eoi.to(x_Ri.dtype).unbind()
-    return torch.cat([nnf.linear(x, w_oi) for x, w_oi in zip(x_Ri.split(runs), weights)])
+    y_sD = torch.zeros_like(x_sD)
+    for gates_s, gate_up_FD, down_DF in zip(gates_sE.T, gate_up, down):
+        gate_sF, up_sF = (x_sD @ gate_up_FD.T).chunk(2, -1)
+        y_sD = y_sD + gates_s[:, None] * ((nnf.silu(gate_sF) * up_sF) @ down_DF.T)
+    return y_sD
+
+
+# ── the one collective of the axis ───────────────────────────────────────────────────────────
+
+
+def size(group):
+    """Number of ranks of a group; None stands for this rank alone."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _exchange(rows, sent, received, group):
+    if group is None:
+        return rows
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    # all_to_all over ep, uneven, perhaps no row: each rank now holds the rows that are for it
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+class _AllToAll(torch.autograd.Function):
+    """
+    forward   all_to_all: `sent` rows to each rank, `received` rows from each
+    backward  all_to_all: `received` rows to each rank, `sent` rows from each
+    """
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.splits = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        # Q5.3 ** A row went to the rank of its expert. To which rank does the row's gradient go?
+        #         hint: to the rank that sent the row; what was received is now sent
+        sent, received, group = ctx.splits
+        return _exchange(d_rows, received, sent, group), None, None, None
+        # /Q5.3
+
+
+# ── first rung: every token goes to every rank ───────────────────────────────────────────────
+
+
+def gather_tokens(x_sD, chosen_sk, gates_sk, experts, group):
+    """Send every token to every rank; each rank returns the results of its own experts.
+
+    Args: tokens (s, D), as many on every rank; the experts that each token chose and their gates
+    (s, k); this rank's experts, called as experts(rows, number of rows of each). Returns (s, D).
+    """
+    n, s, e = size(group), len(x_sD), len(experts.down)
+    even, own = ([s] * n, [s] * n, group), (x_sD, chosen_sk, gates_sk)
+    x_RD, chosen_Rk, gates_Rk = (_AllToAll.apply(t.repeat(n, 1), *even) for t in own)
+    first = dist.get_rank(group) * e
+    each = [(chosen_Rk == expert).nonzero() for expert in range(first, first + e)]
+    token, choice = torch.cat(each).unbind(1)  # by expert
+    rows = gates_Rk[token, choice, None] * experts(x_RD[token], [len(pairs) for pairs in each])
+    y_RD = torch.zeros_like(x_RD).index_add(0, token, rows)
+    return _AllToAll.apply(y_RD, *even).view(n, s, -1).sum(0)  # over ranks
+
+
+# ── second rung: dispatch and combine ────────────────────────────────────────────────────────
+
+# Two ranks with two tokens each, four experts, k 2. Rank 0 holds experts 0 and 1. Row a1 is token a
+# on its way to expert 1.
+#                  rank 0: tokens a, b               rank 1: tokens c, d
+#     chosen_sk    a 1 2 · b 0 1                     c 0 3 · d 0 3
+#     order        2 0 3 1: b0 a1 b1 | a2            0 2 1 3: c0 d0 | c3 d3        by expert
+#     sent         3, 1 rows to ranks 0, 1           2, 2
+#     received     3, 2 rows from ranks 0, 1         1, 2
+#     rank-major   b0 a1 b1 | c0 d0                  a2 | c3 d3                    as they arrive
+#     regroup      0 3 4 1 2: b0 c0 d0 | a1 b1       0 1 2: a2 | c3 d3             expert-major
+#     runs         3, 2 rows for experts 0, 1        1, 2 rows for experts 2, 3
+
+
+Plan = namedtuple("Plan", "order sent received regroup runs shape group")  # shape: (s, k)
+
+
+def make_plan(chosen_sk, e, group):
+    """Count rows, tell each rank its counts, and order rows: a Plan.
+
+    Expert i lives on rank i // e of the group. A choice of n·e or more is not sent anywhere.
+    A group of None is this rank alone. The host must know the lengths of messages, so this
+    function waits for the device.
+    """
+    n = size(group)
+    counts_E = chosen_sk.flatten().bincount(minlength=n * e + 1)[: n * e]
+    # how many rows will come for each expert of this rank: e integers from each rank
+    arriving_E = _exchange(counts_E, [e] * n, [e] * n, group)
+    # Q5.4 ** Rows leave sorted by expert. In which order do the rows of several ranks arrive, and
+    #         which order do the experts of this rank want?
+    #         hint: the rows arrive by rank, then by expert; sort once before and once after
+    order = chosen_sk.flatten().argsort(stable=True)[: counts_E.sum()]
+    expert_R = torch.arange(e, device=order.device).repeat(n).repeat_interleave(arriving_E)
+    regroup = expert_R.argsort(stable=True)
+    # /Q5.4
+    sent, received = (counts.view(n, e).sum(1).tolist() for counts in (counts_E, arriving_E))
+    runs = arriving_E.view(n, e).sum(0).tolist()
+    return Plan(order, sent, received, regroup, runs, chosen_sk.shape, group)
+
+
+def dispatch(x_sD, plan):
+    """Send each token's row to the ranks of its experts: (s, ...) to (R, ...), expert-major.
+
+    A rank to which no row comes still takes part, forward and backward. Else the others wait.
+    """
+    rows = x_sD[plan.order // plan.shape[1]]
+    return _AllToAll.apply(rows, plan.sent, plan.received, plan.group)[plan.regroup]
+
+
+def combine(rows_RD, gates_sk, plan):
+    """Bring rows (R, D) back, and add up the rows of each token, times their gates: (s, D).
+
+    A choice that was not sent adds nothing. The sum runs over the k choices in their order, so
+    that it gives the same bits each time, which index_add on a GPU does not.
+    """
+    back_RD = torch.empty_like(rows_RD).index_copy(0, plan.regroup, rows_RD)
+    rows = _AllToAll.apply(back_RD, plan.received, plan.sent, plan.group)
+    results = rows.new_zeros(gates_sk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
+    return (gates_sk[..., None] * results.unflatten(0, plan.shape)).sum(1)
+
+
+def one_hop(x_sD, chosen_sk, gates_sk, experts, group):
+    """Send rows straight to the ranks of their experts, and the results back. As gather_tokens."""
+    plan = make_plan(chosen_sk, len(experts.down), group)
+    return combine(experts(dispatch(x_sD, plan), plan.runs), gates_sk, plan)
+
+
+# ── third rung: cross to each node once ──────────────────────────────────────────────────────
+
+
+def two_hops(x_sD, chosen_sk, gates_sk, experts, group, nodes=None):
+    """Send a token to each node once, however many of the node's experts it chose.
+
+    First hop: nodes take the place of experts. A row goes to the rank that has this rank's place in
+    the other node, with its choices and gates. Second hop: that rank does `one_hop` inside its node
+    and adds up the results. So one row returns from each node. nodes: (group of the ranks of this
+    node, group of the ranks with this rank's place in all nodes). Otherwise as gather_tokens.
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.2.
+    """
+    inside, across = nodes
+    per_node = len(experts.down) * size(inside)
+    # Q5.5 *** A token names a node once for each choice. Which of these rows need not cross?
+    #          hint: compare all pairs of choices, and look below the diagonal
+    node_sk = chosen_sk.div(per_node, rounding_mode="floor")
+    repeated_sk = (node_sk[:, :, None] == node_sk[:, None, :]).tril(-1).any(-1)
+    node_sk = node_sk.masked_fill(repeated_sk, size(across))
+    # /Q5.5
+    plan = make_plan(node_sk, 1, across)
+    x_RD, chosen_Rk, gates_Rk = (dispatch(t, plan) for t in (x_sD, chosen_sk, gates_sk))
+    local_Rk = chosen_Rk - per_node * dist.get_rank(across)
+    elsewhere_Rk = (local_Rk < 0) | (local_Rk >= per_node)
+    local_Rk = local_Rk.masked_fill(elsewhere_Rk, per_node)
+    y_RD = one_hop(x_RD, local_Rk, gates_Rk, experts, inside)
+    return combine(y_RD, (node_sk < size(across)).to(y_RD.dtype), plan)
+
+
+# ── router, experts, layer ───────────────────────────────────────────────────────────────────
+
+# chosen (s, k), E for a dropped choice; gates (s, k); aux, an auxiliary loss, or None
+Routing = namedtuple("Routing", "chosen gates aux")
+
+
+def top(scores, k):
+    """Return the numbers of the k largest scores in each row; of equal scores, the first.
+
+    torch.topk promises no order among equals: of eight zeros, the CPU's top two are 6 and 5.
+    """
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
+
+
+class PlainRouter(nn.Module):
+    """Chooses the k of E experts with the largest logits; a token's gates are a softmax over these.
+
+    A choice has no gradient: the router learns through the gates alone.
+    """
+
+    def __init__(self, D, E, k):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, D) / D**0.5)
+        self.E, self.k = E, k
+
+    def logits(self, x_bSD):
+        """Return logits (s, E) in at least float32: in bfloat16 many would be equal."""
+        wide = torch.promote_types(x_bSD.dtype, torch.float32)
+        return nnf.linear(x_bSD.flatten(0, 1).to(wide), self.weight.to(wide))
+
+    def forward(self, x_bSD):
+        logits_sE = self.logits(x_bSD)
+        chosen_sk = top(logits_sE.detach(), self.k)
+        return Routing(chosen_sk, logits_sE.gather(1, chosen_sk).softmax(-1), None)
 
 
 class Experts(nn.Module):
-    """SwiGLU networks side by side, each for a run of rows: down(silu(gate(x)) · up(x)).
+    """SwiGLU networks side by side, each for its own rows: down(silu(gate(x)) · up(x)).
 
-    Args: how many; widths D and F. Weights: gate_up (E, 2F, D), down (E, D, F).
+    Args: number of networks, widths D and F. Weights: gate_up (E, 2F, D), down (E, D, F).
     """
 
     def __init__(self, E, D, F):
@@ -87,72 +257,137 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(E, D, F) / F**0.5)
 
     def forward(self, x_RD, runs=None):
-        """Rows (R, ..., D), the first runs[0] for the first expert and so on, to as many. A single
-        expert, a dense layer, needs no runs."""
-        runs = runs or [len(x_RD)]
-        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, runs).chunk(2, -1)
-        return grouped_linear(nnf.silu(gate_RF) * up_RF, self.down, runs)
+        """Rows (R, ..., D) to the same shape: the first runs[0] rows are for the first expert, and
+        so on; None gives all rows to one expert.
+
+        An expert without rows takes part, so that its gradient is zeros. A gradient of None would
+        be missing in a sum over ranks.
+        """
+        weights = (weight.to(x_RD.dtype).unbind() for weight in (self.gate_up, self.down))
+        results = []
+        for x, gate_up_FD, down_DF in zip(x_RD.split(runs or [len(x_RD)]), *weights):
+            gate, up = nnf.linear(x, gate_up_FD).chunk(2, -1)
+            results.append(nnf.linear(nnf.silu(gate) * up, down_DF))
+        return torch.cat(results)
 
     def keep(self, held):
-        """Let go of all experts but those of these numbers."""
+        """Drop all experts but those with these numbers."""
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach()[held].clone()))
 
 
-# ── the router, and three ways to keep it from having favourites ──────────────────────────────
+class MoE(nn.Module):
+    """A router, experts spread over the ranks of a group, and one shared expert for all tokens.
 
-Routing = namedtuple("Routing", "expert gates aux")  # (N, k), E where dropped; (N, k); loss or None
-
-
-def top(scores, k):
-    """The numbers of the k largest in each row; of equals, the first. torch.topk promises no
-    order among equals, and CPU and GPU differ: of eight zeros, the CPU's top two are 6 and 5."""
-    return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
-
-
-def capacity(N, E, k, factor):
-    """Tokens that an expert takes of N: ceil(factor · N·k / E), at most N; 1.1 is exactly 11/10."""
-    return min(N, math.ceil(Fraction(str(factor)) * N * k / E))
-
-
-def drop(expert_Nk, gates_Nk, E, factor, first="token"):
-    """The choices that fit the experts' capacity; E, an expert that is nowhere, for the others.
-
-    first: "token" keeps the earliest tokens (Switch), "gate" the largest gates.
+    Args: router; F, hidden units of an expert; group, the ranks that share the experts, None for
+    this rank alone; shared, hidden units of the shared expert, 0 for none; path, a rung of the
+    ladder. Every rank draws all experts and keeps its own: any number of ranks starts alike. Raises
+    ValueError where the group does not divide the experts, or its ranks build different layers.
     """
-    N, k = expert_Nk.shape
-    priority = (-gates_Nk if first == "gate" else torch.zeros_like(gates_Nk)).flatten()
-    queue = priority.argsort(stable=True)
-    queue = queue[expert_Nk.flatten()[queue].argsort(stable=True)]  # by expert, then by priority
-    lengths_E = expert_Nk.flatten().bincount(minlength=E)
-    starts_E = lengths_E.cumsum(0) - lengths_E
-    place = torch.arange(N * k, device=queue.device) - starts_E.repeat_interleave(lengths_E)
-    late = queue[place >= capacity(N, E, k, factor)]
-    return expert_Nk.flatten().index_fill(0, late, E).view(N, k)
+
+    def __init__(self, router, F, group, shared=0, path=one_hop):
+        super().__init__()
+        (E, D), n = router.weight.shape, size(group)
+        if E % n:
+            divisors = [d for d in range(1, E + 1) if E % d == 0]
+            raise ValueError(f"ep {n} does not divide {E} experts: use one of {divisors}")
+        self.router, self.group, self.path = router, group, path
+        self.experts = Experts(E, D, F)
+        self.shared = Experts(1, D, shared) if shared else None
+        name, dtype = getattr(path, "func", path).__name__, self.experts.down.dtype
+        agree_on(group, E=E, k=router.k, D=D, F=F, shared=shared, path=name, dtype=dtype)
+        first = 0 if group is None else dist.get_rank(group) * (E // n)
+        self.experts.keep(range(first, first + E // n))
+
+    def forward(self, x_bSD, *options):
+        """(b, S, D) to (b, S, D), without the residual; `options` are for the router. A token whose
+        choices were all dropped gets the shared expert's result alone."""
+        x_sD, (chosen_sk, gates_sk, aux) = x_bSD.flatten(0, 1), self.router(x_bSD, *options)
+        y_sD = self.path(x_sD, chosen_sk, gates_sk, self.experts, self.group)
+        if self.shared:
+            y_sD = y_sD + self.shared(x_sD)
+        y_bSD = y_sD.to(x_bSD.dtype).view_as(x_bSD)
+        return y_bSD if aux is None else attach_loss(y_bSD, aux)
 
 
-class Router(nn.Module):
-    """Chooses k of E experts for each token, and how much each counts.
+def agree_on(group, **values):
+    """Raise Disagreement unless all ranks of a group have these values; None is this rank alone."""
+    if group is not None:
+        agree([f"{name} {value}" for name, value in values.items()], group)
+
+
+def shard_specs(module):
+    """Return {name: (dimension, blocks)} of the parameters that ep splits, those of experts."""
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
+    names = [f"{name}.experts.{weight}" for name in layers for weight in ("gate_up", "down")]
+    return {name.lstrip("."): (0, 1) for name in names}
+
+
+def reduce_gradients(module, dense, replicas):
+    """Sum gradients over ranks after backward, in place. dense: the group of all ranks, each with
+    other tokens; replicas: the group of the ranks that hold the same experts."""
+    split, parts = shard_specs(module), {dense: [], replicas: []}
+    for name, param in module.named_parameters():
+        # Q5.6 ** An expert has seen tokens of all ranks of its ep group. Which ranks have seen
+        #         other tokens for the same weights?
+        #         hint: the loss was divided by all tokens, so nothing is divided here
+        holders = replicas if name in split else dense
+        parts[holders].append(param.grad)
+        # /Q5.6
+    for group, gradients in parts.items():
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            # all_reduce(SUM) over dp, or over edp for experts: every holder now has the whole sum
+            dist.all_reduce(flat, group=group)
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
+                gradient.copy_(total.view_as(gradient))
+
+
+# ── what a library adds ──────────────────────────────────────────────────────────────────────
+
+
+def capacity(s, E, k, factor):
+    """Return how many of s tokens an expert takes: ceil(factor · s·k / E), at most s. A factor of
+    1.1 is exactly 11/10."""
+    return min(s, math.ceil(Fraction(str(factor)) * s * k / E))
+
+
+def drop(chosen_sk, gates_sk, E, most, first="token"):
+    """Return the choices, with E in place of those beyond the `most` tokens that an expert takes.
+
+    first: "token" keeps the earliest tokens (Switch), "gate" the largest gates. Of five tokens that
+    all choose expert 0 with gates .1 .5 .3 .5 .2, and a most of 2, the first rule keeps tokens 0
+    and 1, the second keeps tokens 1 and 3.
+    """
+    chosen, gates = chosen_sk.flatten().clone(), gates_sk.flatten()
+    for expert in range(E):
+        queue = (chosen == expert).nonzero().flatten()
+        if first == "gate":
+            queue = queue[gates[queue].argsort(descending=True, stable=True)]
+        chosen[queue[most:]] = E
+    return chosen.view_as(chosen_sk)
+
+
+class Router(PlainRouter):
+    """Chooses k of E experts for each token, with the options of published models.
 
     Args:
-        D, E, k: width, experts, choices.
         score: "softmax", or "sigmoid" (DeepSeek-V3).
-        renormalize: gates of a token sum to 1. After a softmax this is the same as a softmax over
-            the k chosen logits (Mixtral); without it gates are probabilities (Switch).
-        scale: multiplies the gates (DeepSeek-V3's routed scaling factor).
-        limit: (groups, kept): choose only within a token's best groups of experts, of nodes say.
-        factor, first: capacity factor and who goes first, see `drop`; None: no token is dropped.
-        balance, z: coefficients of the auxiliary losses; scope: "batch" or "sequence".
-        group: the ranks over whose tokens balance is judged, dp x cp (x tp where tokens are
-            sharded over it); None: this rank's alone.
-        sequence_group: those that hold parts of the same sequences, cp (x tp); None: no others.
-        microbatches: auxiliary losses are per micro-batch, and a step's is the mean over them.
+        renormalize: gates of a token sum to 1, which after a softmax equals PlainRouter (Mixtral).
+            Otherwise gates are probabilities (Switch).
+        scale: a factor of all gates (DeepSeek-V3).
+        limit: (groups, kept): a token chooses within its best `kept` groups of experts only.
+        factor, first: capacity factor of a rank's tokens, None for no limit, and `drop`'s rule.
+        balance, z, scope: coefficients of the auxiliary losses; "batch" or "sequence".
+        group: the ranks over whose tokens the load is balanced, dp x cp (x tp where tokens are
+            split over tp); None for this rank alone.
+        sequence_group: the ranks that hold parts of the same sequences, cp (x tp); None: no others.
+        microbatches: auxiliary losses are means over the micro-batches of a step.
 
-    `bias_E` takes part in the choice only, and learns by `update_bias`. (Were experts to choose
-    tokens, the load would be even, but a token's experts would depend on the tokens after it.)
-    Raises ValueError where E, k and the limit do not fit, or where gates could not learn.
-    Sources: Shazeer et al., arXiv:1701.06538; Fedus et al. (Switch), arXiv:2101.03961, section 2.2;
-    Zoph et al. (z-loss), arXiv:2202.08906; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    `bias_E` takes part in the choice alone, and learns by `update_bias`. Raises ValueError where E,
+    k and limit do not fit, where gates could not learn, or where ranks of the group differ.
+    Sources: Shazeer et al., arXiv:1701.06538; Switch, arXiv:2101.03961, section 2.2; z-loss,
+    arXiv:2202.08906; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
 
     def __init__(
@@ -160,101 +395,114 @@ class Router(nn.Module):
         factor=None, first="token", balance=0.0, z=0.0, scope="batch",
         group=None, sequence_group=None, microbatches=1,
     ):  # fmt: skip
-        super().__init__()
         groups, kept = limit or (1, 1)
         if E % groups or kept > groups or not 1 <= k <= kept * E // groups:
             raise ValueError(f"k {k} from {kept} of {groups} groups of {E} experts does not work")
         if renormalize and k == 1:
             raise ValueError("k 1 renormalised is a gate of 1: the router would get no gradient")
-        self.weight = nn.Parameter(torch.randn(E, D) / D**0.5)
+        super().__init__(D, E, k)
         self.register_buffer("bias_E", torch.zeros(E))
         self.register_buffer("load_2E", torch.zeros(2, E, dtype=torch.long), persistent=False)
-        self.E, self.k, self.score, self.renormalize, self.scale = E, k, score, renormalize, scale
-        self.limit, self.factor, self.first = limit, factor, first
-        self.balance, self.z, self.scope = balance, z, scope
-        self.group, self.sequence_group, self.microbatches = group, sequence_group, microbatches
-        self.parts = None  # tokens of each rank, where one process stands for several (the twin)
+        self.score, self.renormalize, self.scale, self.limit = score, renormalize, scale, limit
+        self.factor, self.first, self.balance, self.z = factor, first, balance, z
+        self.scope, self.microbatches = scope, microbatches
+        alike = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        self.group, self.sequence_group = group, sequence_group
+        agree_on(group, D=D, **alike)
 
-    def forward(self, x_BSD):
-        """Tokens (B, S, D) to a Routing: experts and gates (B·S, k), auxiliary loss or None."""
-        wide = torch.promote_types(x_BSD.dtype, torch.float32)  # bf16 makes ties
-        x_ND = x_BSD.flatten(0, 1).to(wide)
-        logits_NE = nnf.linear(x_ND, self.weight.to(wide))
-        scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
-        chosen_Nk = self.choose(scores_NE.detach())
-        gates_Nk = scores_NE.gather(1, chosen_Nk)
+    def forward(self, x_bSD, real_bS=None):
+        """Tokens (b, S, D) to a Routing. real_bS is False for padding, which goes to no expert and
+        which no count and no loss knows."""
+        logits_sE = self.logits(x_bSD)
+        scores_sE = logits_sE.softmax(-1) if self.score == "softmax" else logits_sE.sigmoid()
+        chosen_sk = self.choose(scores_sE.detach())
+        gates_sk = scores_sE.gather(1, chosen_sk)
         if self.renormalize:
-            gates_Nk = gates_Nk / (gates_Nk.sum(-1, keepdim=True) + 1e-20)
-        expert_Nk = chosen_Nk
+            gates_sk = gates_sk / (gates_sk.sum(-1, keepdim=True) + 1e-20)
+        if real_bS is not None:
+            chosen_sk = chosen_sk.masked_fill(~real_bS.reshape(-1, 1), self.E)
+        kept_sk = chosen_sk
         if self.factor:
-            parts = [t.split(self.parts or len(t)) for t in (chosen_Nk, gates_Nk.detach())]
-            expert_Nk = torch.cat([drop(*p, self.E, self.factor, self.first) for p in zip(*parts)])
-            gates_Nk = gates_Nk.masked_fill(expert_Nk == self.E, 0)
-        self.count_in_backward(gates_Nk, chosen_Nk, expert_Nk)
+            s = int((chosen_sk[:, 0] < self.E).sum())
+            most = capacity(s, self.E, self.k, self.factor)
+            kept_sk = drop(chosen_sk, gates_sk.detach(), self.E, most, self.first)
+        gates_sk = gates_sk.masked_fill(kept_sk == self.E, 0)
+        self.count_in_backward(gates_sk, chosen_sk, kept_sk)
         aux = None
         if self.balance or self.z:
-            aux = self.auxiliary_loss(logits_NE, scores_NE, chosen_Nk, x_BSD.shape)
-        return Routing(expert_Nk, gates_Nk * self.scale, aux)
+            aux = self.auxiliary_loss(logits_sE, scores_sE, chosen_sk, x_bSD.shape[:2])
+        return Routing(kept_sk, gates_sk * self.scale, aux)
 
-    def choose(self, scores_NE):
-        """The k best biased scores of each token, (N, k), within its best groups."""
-        # Q5.1 ** A group that is not allowed must lose. What stands in place of its scores?
+    def choose(self, scores_sE):
+        """Return the k experts with the best biased scores, (s, k), within a token's best groups. A
+        group is worth the sum of its k / kept best biased scores."""
+        # Q5.1 ** Which experts may a token not choose, and what replaces the scores of these?
         #         hint: biased scores may be below zero
-        biased_NE = scores_NE + self.bias_E.to(scores_NE.dtype)
+        biased_sE = scores_sE + self.bias_E.to(scores_sE.dtype)
         if self.limit:
             groups, kept = self.limit
-            each = biased_NE.unflatten(-1, (groups, -1))
-            best = each.sort(-1, descending=True).values[..., : max(1, self.k // kept)].sum(-1)
+            by_group = biased_sE.unflatten(-1, (groups, -1))
+            best = by_group.sort(-1, descending=True).values[..., : max(1, self.k // kept)].sum(-1)
             allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, top(best, kept), True)
-            biased_NE = each.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
-        return top(biased_NE, self.k)
+            biased_sE = by_group.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
+        return top(biased_sE, self.k)
         # /Q5.1
 
-    def auxiliary_loss(self, logits_NE, scores_NE, chosen_Nk, shape):
-        """This rank's part of the auxiliary losses: parts of all ranks add up to the whole.
+    def auxiliary_loss(self, logits_sE, scores_sE, chosen_sk, shape):
+        """Return this rank's part of the auxiliary losses; the parts of all ranks add up to them.
 
-        Balance is E · Σ_i f_i · P_i per segment (the micro-batch, or each sequence): f_i the share
-        of choices that fell on expert i, P_i the mean of its normalised scores: 1 if all are equal,
-        whatever k.
+        The balance loss of a batch, or of a sequence, is E · Σ_i f_i · P_i, 1 for an even load. f_i
+        is the share of choices that fell on expert i, P_i the mean of the expert's normalised
+        scores. Products of means add up only if f_i is that of all ranks' tokens. f_i has no
+        gradient, so a rank may multiply it by its own part of P_i. The z-loss is the mean of
+        logsumexp(logits)².
         """
-        sequences, whole = self.scope == "sequence", (*shape[:2], self.E)
-        by_segment = lambda t_NE: t_NE.view(whole).sum(1) if sequences else t_NE.sum(0)[None]
-        counts_GE = by_segment(nnf.one_hot(chosen_Nk, self.E).sum(1))
-        share_GE = by_segment(scores_NE / scores_NE.sum(-1, keepdim=True))
-        # Q5.2 *** f · P is a product of means over all ranks. What has to be summed before it?
-        #          hint: counts have no gradient; P has, and each rank can keep its own part of it
-        among = self.sequence_group if sequences else self.group
-        if among is not None:
-            # all_reduce(SUM) over dp x cp (or cp), G·E integers: counts of the whole segments
-            dist.all_reduce(counts_GE, group=among)
+        sequences, real_s1 = self.scope == "sequence", chosen_sk[:, :1] < self.E
+        split = lambda t_sE: t_sE.view(*shape, self.E).sum(1) if sequences else t_sE.sum(0)[None]
+        counts_bE = split(nnf.one_hot(chosen_sk, self.E + 1)[..., : self.E].sum(1))
+        scores_bE = split(real_s1 * scores_sE / scores_sE.sum(-1, keepdim=True))
+        # Q5.2 *** f · P is a product of two means over tokens of several ranks. Which of the two
+        #          has to be summed over ranks first, and over which ranks?
+        #          hint: the ranks that hold parts of a sequence, or all ranks that share the batch
+        holders = self.sequence_group if sequences else self.group
+        if holders is not None:
+            # all_reduce(SUM) over dp x cp (or cp), E integers: choices of the batch (or sequences)
+            dist.all_reduce(counts_bE, group=holders)
         # /Q5.2
-        tokens_G1 = counts_GE.sum(-1, keepdim=True).clamp(min=1) / self.k
-        others = size(self.group) // size(among)  # times as many segments, on other ranks
-        balance_G = self.E * (counts_GE * share_GE / (self.k * tokens_G1**2)).sum(-1)
-        balance = balance_G.mean() / others
-        z = logits_NE.logsumexp(-1).square().sum() / (tokens_G1.sum() * others)
+        tokens_b1 = counts_bE.sum(-1, keepdim=True) // self.k
+        totals = torch.stack([(tokens_b1 > 0).sum(), tokens_b1.sum()])
+        if sequences and self.group is not None:
+            # all_reduce(SUM) over dp x cp, 2 integers: sequences and tokens, once for each holder
+            dist.all_reduce(totals, group=self.group)
+            totals = totals // size(self.sequence_group)
+        segments, tokens = totals.clamp(min=1)
+        f_bE = counts_bE / (self.k * tokens_b1).clamp(min=1).to(scores_sE.dtype)
+        balance = self.E * (f_bE * scores_bE / tokens_b1.clamp(min=1)).sum() / segments
+        z = (real_s1 * logits_sE.logsumexp(-1, keepdim=True).square()).sum() / tokens
         return (self.balance * balance + self.z * z) / self.microbatches
 
-    def count_in_backward(self, gates_Nk, chosen_Nk, expert_Nk):
-        """Add to load_2E, chosen and kept tokens per expert, when backward comes by: once for each
-        forward that trains, however often recomputation repeats it, and never for validation."""
-        if not gates_Nk.requires_grad:
-            return
-        chosen_E = chosen_Nk.flatten().bincount(minlength=self.E)
-        kept_E = expert_Nk.flatten().bincount(minlength=self.E + 1)[: self.E]
+    def count_in_backward(self, gates_sk, chosen_sk, kept_sk):
+        """Add how many tokens chose each expert, and how many it kept, to load_2E in backward.
+
+        A forward may run without training (validation) or twice (recomputation). Backward passes
+        the gates once for each forward that trains, so the count hangs on their gradient.
+        """
+        pair = chosen_sk, kept_sk
+        counts = [choices.flatten().bincount(minlength=self.E + 1)[: self.E] for choices in pair]
 
         def count(_):
-            self.load_2E += torch.stack([chosen_E, kept_E])
+            self.load_2E += torch.stack(counts)
 
-        gates_Nk.register_hook(count)
+        if gates_sk.requires_grad:
+            gates_sk.register_hook(count)
 
     @torch.no_grad()
     def update_bias(self, rate):
-        """Once a step, on every rank: raise the bias of experts chosen less than the mean, lower
-        the others', by `rate`. Returns the step's load (2, E): tokens that chose each, and kept.
+        """Raise the bias of experts chosen less than the mean by `rate`, and lower the others'.
 
-        Source: Wang et al., Auxiliary-loss-free load balancing, arXiv:2408.15664; centred, so that
-        biases do not drift together.
+        Every rank calls this once a step. Returns the step's load (2, E): how many tokens of all
+        ranks chose each expert, and how many it kept. The change is centred, so that biases do not
+        drift together. Source: Wang et al., arXiv:2408.15664.
         """
         load_2E = self.load_2E.clone()
         self.load_2E.zero_()
@@ -262,20 +510,15 @@ class Router(nn.Module):
             # all_reduce(SUM) over dp x cp, 2·E integers: every rank now takes the same step
             dist.all_reduce(load_2E, group=self.group)
         chosen_E = load_2E[0]
-        step_E = rate * (chosen_E.sum() - self.E * chosen_E).sign().to(self.bias_E.dtype)
-        self.bias_E += step_E - step_E.mean()
+        change_E = rate * (chosen_E.sum() - self.E * chosen_E).sign().to(self.bias_E.dtype)
+        self.bias_E += change_E - change_E.mean()
         return load_2E
-
-
-def size(group):
-    """Ranks of a group; None stands for this rank alone."""
-    return 1 if group is None else dist.get_world_size(group)
 
 
 class _AttachLoss(torch.autograd.Function):
     """
     forward   x, unchanged
-    backward  its gradient, unchanged, and 1 for the auxiliary loss
+    backward  the gradient of x, unchanged, and 1 for the auxiliary loss
     """
 
     @staticmethod
@@ -289,361 +532,228 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x, aux):
-    """x, through which backward also minimises `aux`, as if it had been added to the loss: so no
-    pipeline stage but the last has to return one. What is returned must be used in x's place."""
+    """Return x, through which backward also minimises `aux`, as if the loss had it as a term. So no
+    pipeline stage but the last has to return a loss. Use the result in place of x."""
     return _AttachLoss.apply(x, aux)
 
 
-# ── the serial twin ──────────────────────────────────────────────────────────────────────────
+@torch.no_grad()
+def place_experts(moe, places):
+    """Move experts, so that place i of all ranks' places holds expert places[i]. Copies of an
+    expert take turns: the output stays what it was.
 
-
-def every_expert(x_ND, gates_Nk, expert_Nk, experts, group=None):
-    """The twin: all experts on all tokens, those not chosen times zero. No rows are moved."""
-    none_NE = gates_Nk.new_zeros(len(x_ND), len(experts.down) + 1)
-    gates_NE = none_NE.scatter_add(1, expert_Nk, gates_Nk)
-    y_ND = torch.zeros_like(x_ND)
-    for gate_N, gate_up, down in zip(gates_NE.T, experts.gate_up, experts.down):
-        gate_NF, up_NF = (x_ND @ gate_up.T).chunk(2, -1)
-        y_ND = y_ND + gate_N[:, None] * ((nnf.silu(gate_NF) * up_NF) @ down.T)
-    return y_ND
-
-
-# ── the collective of the axis ───────────────────────────────────────────────────────────────
-
-
-class _AllToAll(torch.autograd.Function):
+    Serving copies hot experts by measured load (DeepSeek-V3, section 3.4). In training the copies'
+    gradients would need a sum in each step: that is data parallelism by another name.
     """
-    forward   all_to_all, `sent` rows to each rank, `received` from each
-    backward  all_to_all, `received` rows to each rank, `sent` from each
+    e, path = len(places) // size(moe.group), moe.path
+    for name, weight in list(moe.experts.named_parameters()):
+        whole = weight.new_empty(moe.router.E, *weight.shape[1:])
+        # all_gather over ep, e experts from each rank: every rank now holds all experts
+        dist.all_gather_single(whole, weight, group=moe.group)
+        setattr(moe.experts, name, nn.Parameter(whole))
+    moe.experts.keep(places[dist.get_rank(moe.group) * e :][:e])
+    moe.path = lambda x, chosen_sk, *rest: path(x, take_turns(chosen_sk, places), *rest)
+
+
+def take_turns(chosen_sk, places):
+    """Return the place for each choice: token t goes to the expert's copy t modulo their number."""
+    copies = [[i for i, held in enumerate(places) if held == x] for x in range(max(places) + 1)]
+    copies.append([len(places)])  # a dropped choice stays dropped
+    turn = lambda token, expert: copies[expert][token % len(copies[expert])]
+    turns = [[turn(t, expert) for expert in row] for t, row in enumerate(chosen_sk.tolist())]
+    return chosen_sk.new_tensor(turns).view_as(chosen_sk)
+
+
+def places_by_load(load_E, n, number):
+    """Choose the expert of each of `number` places on n ranks, so that the busiest rank has little.
+
+    Each further copy is of the expert with the most load per copy. Then the busiest copies first go
+    to the rank with the least load that has room. Source: github.com/deepseek-ai/EPLB.
     """
-
-    @staticmethod
-    def forward(ctx, rows, sent, received, group):
-        ctx.splits = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, d_rows):
-        # Q5.3 ** A row went to an expert. Where does its gradient have to go?
-        #         hint: back, and what came from each rank is what each rank gets
-        sent, received, group = ctx.splits
-        return _exchange(d_rows, received, sent, group), None, None, None
-        # /Q5.3
+    copies = [1] * len(load_E)
+    per_copy = lambda expert: load_E[expert] / copies[expert]
+    for _ in range(number - len(load_E)):
+        copies[max(range(len(load_E)), key=per_copy)] += 1
+    held, load = [[] for _ in range(n)], [0.0] * n
+    for expert in sorted(range(len(load_E)), key=per_copy, reverse=True):
+        for _ in range(copies[expert]):
+            rank = min((r for r in range(n) if len(held[r]) < number // n), key=load.__getitem__)
+            held[rank].append(expert)
+            load[rank] += per_copy(expert)
+    return sum(held, [])
 
 
-def _exchange(rows, sent, received, group):
-    if group is None:
-        return rows
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    # all_to_all over ep, uneven: row i of those for a rank is now on that rank; 0 rows is a number
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
-
-# ── the ladder ───────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class Plan:
-    """Who sends how many rows to whom, and in which order: made once, used there and back."""
-
-    order: torch.Tensor  # of this rank's N·k choices, those that are sent, by expert
-    sent: list  # rows to each rank
-    received: list  # rows from each rank
-    regroup: torch.Tensor  # rows as they arrive, by rank and then expert: taken by expert
-    runs: list  # rows of each of this rank's experts
-    shape: torch.Size  # (N, k)
-    group: dist.ProcessGroup
-
-
-def make_plan(expert_Nk, e, group):
-    """Count, tell each rank its counts, and order rows: a Plan. Expert i lives on rank i // e of
-    the group; numbers beyond the last are nowhere, and are not sent. group None: this rank alone.
-
-    The lengths of messages have to be known on the host: this waits for the device, twice.
-    """
-    n = size(group)
-    counts_E = expert_Nk.flatten().bincount(minlength=n * e + 1)[: n * e]
-    # how many rows will come for each expert here: e integers from each rank
-    arriving_E = _exchange(counts_E, [e] * n, [e] * n, group)
-    # Q5.4 ** Rows have to leave sorted by expert. In which order do they arrive, and which order
-    #         do the experts here want?
-    #         hint: two stable sorts by expert, one at either end
-    order = expert_Nk.flatten().argsort(stable=True)[: counts_E.sum()]
-    local_R = torch.arange(e, device=order.device).repeat(n).repeat_interleave(arriving_E)
-    regroup = local_R.argsort(stable=True)
-    # /Q5.4
-    sent, received = (c.view(n, e).sum(1).tolist() for c in (counts_E, arriving_E))
-    runs = arriving_E.view(n, e).sum(0).tolist()
-    return Plan(order, sent, received, regroup, runs, expert_Nk.shape, group)
-
-
-def dispatch(x_ND, plan):
-    """Send each token's row to each of its experts: (N, ...) here to (R, ...), expert-major, there.
-
-    A rank to which nothing comes still takes part, forward and backward.
-    """
-    rows = x_ND[plan.order // plan.shape[1]]
-    return _AllToAll.apply(rows, plan.sent, plan.received, plan.group)[plan.regroup]
-
-
-def combine(rows_RD, gates_Nk, plan):
-    """Bring rows (R, D) back, and add up each token's, times its gates: (N, D). A choice that was
-    nowhere adds nothing. Summed in the wider dtype, in the order of choices: no atomics."""
-    back_RD = torch.empty_like(rows_RD).index_copy(0, plan.regroup, rows_RD)
-    rows = _AllToAll.apply(back_RD, plan.received, plan.sent, plan.group)
-    each_PD = rows.new_zeros(gates_Nk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
-    return (gates_Nk[..., None] * each_PD.unflatten(0, plan.shape)).sum(1)
-
-
-def one_hop(x_ND, gates_Nk, expert_Nk, experts, group):
-    """Rows go straight to the ranks of their experts and back."""
-    plan = make_plan(expert_Nk, len(experts.down), group)
-    return combine(experts(dispatch(x_ND, plan), plan.runs), gates_Nk, plan)
-
-
-def two_hops(x_ND, gates_Nk, expert_Nk, experts, group, nodes=None):
-    """Rows cross to each node once, however many of its experts were chosen, and fan out there.
-
-    The same mechanism twice: first nodes are the experts, and the rank that a row arrives on, the
-    one with this rank's place in its node, then dispatches inside. On the way back it adds up
-    first, so that one row returns. nodes: (ranks of my node, ranks with my place in each node).
-    Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.2.
-    """
-    inside, across = nodes
-    per_node = len(experts.down) * size(inside)
-    # Q5.5 *** Of a token's k choices, which name a node that an earlier one has named already?
-    #          hint: compare all pairs of choices, and look below the diagonal
-    node_Nk = expert_Nk.div(per_node, rounding_mode="floor")
-    named_Nk = (node_Nk[:, :, None] == node_Nk[:, None, :]).tril(-1).any(-1)
-    node_Nk = node_Nk.masked_fill(named_Nk, size(across))
-    # /Q5.5
-    return _by_way_of(node_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts)
-
-
-def gather_tokens(x_ND, gates_Nk, expert_Nk, experts, group):
-    """The naive way: each rank gets every token, and works on those that chose its experts."""
-    n = size(group)
-    all_Nn = torch.arange(n, device=x_ND.device).expand(len(x_ND), n)
-    return _by_way_of(all_Nn, group, None, x_ND, gates_Nk, expert_Nk, experts)
-
-
-def _by_way_of(stop_Nk, across, inside, x_ND, gates_Nk, expert_Nk, experts):
-    """Send tokens to stops, ranks of `across`, with their gates and choices; there dispatch to the
-    experts `inside`; bring back one row from each stop, already summed over its experts."""
-    n, per_stop = size(across), len(experts.down) * size(inside)
-    plan = make_plan(stop_Nk, 1, across)
-    x_RD, gates_Rk, expert_Rk = (dispatch(t, plan) for t in (x_ND, gates_Nk, expert_Nk))
-    here_Rk = expert_Rk - per_stop * dist.get_rank(across)
-    here_Rk = here_Rk.masked_fill((here_Rk < 0) | (here_Rk >= per_stop), per_stop)
-    y_RD = one_hop(x_RD, gates_Rk, here_Rk, experts, inside)
-    return combine(y_RD, (stop_Nk < n).to(y_RD.dtype), plan)
-
-
-# ── the layer ────────────────────────────────────────────────────────────────────────────────
-
-
-class MoE(nn.Module):
-    """A router, experts that are spread over the ranks of a group, and one that all tokens share.
-
-    Args: router; F, an expert's inner width; group, the ranks that share the experts, None for this
-    one alone; shared, the inner width of the shared expert, 0 for none; path, how tokens find their
-    experts: a rung of the ladder; slots, the expert in each place where some are held repeatedly.
-
-    (B, S, D) to (B, S, D), no residual: a token whose choices were dropped gives the shared
-    expert's output alone. Every rank draws all experts, and keeps its own: the same start on any
-    number of ranks. Raises ValueError where the group does not divide the experts.
-    """
-
-    def __init__(self, router, F, group, shared=0, path=one_hop, slots=None):
-        super().__init__()
-        E, D = router.weight.shape
-        self.router, self.group, self.path, self.slots = router, group, path, slots
-        self.experts = Experts(E, D, F)
-        self.shared = Experts(1, D, shared) if shared else None
-        places, n = slots or list(range(E)), size(group)
-        if len(places) % n:
-            fit = [d for d in range(1, len(places) + 1) if len(places) % d == 0]
-            raise ValueError(f"ep {n} does not divide {len(places)} experts: use one of {fit}")
-        e, r = len(places) // n, 0 if group is None else dist.get_rank(group)
-        self.experts.keep(places[r * e : (r + 1) * e])
-
-    def forward(self, x_BSD, later=None):  # later: for callers that still pass it
-        x_ND, (expert_Nk, gates_Nk, aux) = x_BSD.flatten(0, 1), self.router(x_BSD)
-        if self.slots:
-            expert_Nk = take_turns(expert_Nk, self.slots)
-        y_ND = self.path(x_ND, gates_Nk, expert_Nk, self.experts, self.group)
-        if self.shared:
-            y_ND = y_ND + self.shared(x_ND)
-        y_BSD = y_ND.to(x_BSD.dtype).view_as(x_BSD)
-        return y_BSD if aux is None else attach_loss(y_BSD, aux)
-
-
-def shard_specs(module):
-    """{name: (dimension, blocks)} of the parameters that ep splits; others are on every rank."""
-    return {
-        f"{name}.experts.{weight}".lstrip("."): (0, 1)
-        for name, part in module.named_modules()
-        if isinstance(part, MoE)
-        for weight in ("gate_up", "down")
-    }
-
-
-def take_turns(expert_Nk, slots):
-    """The place for each choice, where places slots[i] may hold an expert more than once: token
-    n goes to copy n modulo their number. Nowhere stays nowhere."""
-    places = [[i for i, held in enumerate(slots) if held == e] for e in range(max(slots) + 1)]
-    places.append([len(slots)])
-    most = max(map(len, places))
-    table = torch.tensor([p + [0] * (most - len(p)) for p in places], device=expert_Nk.device)
-    copies = torch.tensor([len(p) for p in places], device=expert_Nk.device)
-    turn_Nk = torch.arange(len(expert_Nk), device=expert_Nk.device)[:, None] % copies[expert_Nk]
-    return table[expert_Nk, turn_Nk]
-
-
-def sum_over_copies(moe):
-    """Make the gradients of copies of an expert one: what training with `slots` costs. Serving uses
-    copies against hot experts (DeepSeek-V3, section 3.4); training pays this sum each step, and
-    holds the copies' optimizer state, so there they are data parallelism by another name."""
-    e, r = len(moe.experts.down), dist.get_rank(moe.group)
-    mine = moe.slots[r * e : (r + 1) * e]
-    for expert in sorted({held for held in moe.slots if moe.slots.count(held) > 1}):
-        here = [i for i, held in enumerate(mine) if held == expert]
-        for param in moe.experts.parameters():
-            total = param.grad[here].sum(0)  # zeros on a rank without a copy, which must join
-            # all_reduce(SUM) over ep, one expert: every copy now has all of its tokens' gradient
-            dist.all_reduce(total, group=moe.group)
-            param.grad[here] = total
-
-
-def reduce_gradients(module, dense, replicas):
-    """Sum gradients after backward, in place. dense: the group of all ranks with other tokens;
-    replicas: the ranks that hold the same experts."""
-    split, parts = shard_specs(module), {dense: [], replicas: []}
-    for name, param in module.named_parameters():
-        # Q5.6 ** An expert has seen its tokens of all ranks of its ep group. Who has seen others?
-        #         hint: the loss was divided by all tokens, so nothing is divided here
-        holders = replicas if name in split else dense
-        parts[holders].append(param.grad)
-        # /Q5.6
-    for group, gradients in parts.items():
-        if not gradients:
-            continue
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        # all_reduce(SUM) over dp, or over edp for experts: every holder now has the whole sum
-        dist.all_reduce(flat, group=group)
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(total.view_as(gradient))
-
-
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
+from functools import partial
 
 Groups = namedtuple("Groups", "world ep replicas inside across")  # all ranks, and this rank's parts
 
 
 def make_groups(ep, nodes=1, timeout=20):
-    """All ranks as (replica, node, place in it), and this rank's groups along each: see Groups."""
+    """Arrange all ranks as (replica, node, place in the node); return this rank's Groups."""
     ranks = torch.arange(dist.get_world_size()).view(-1, nodes, ep // nodes)
-    parts = [ranks.flatten(1), ranks.flatten(1).T, ranks.flatten(0, 1)]
-    parts.append(ranks.transpose(1, 2).flatten(0, 1))
-    patience = timedelta(seconds=timeout)
-    made = [dist.new_subgroups_by_enumeration(p.tolist(), timeout=patience)[0] for p in parts]
-    return Groups(dist.group.WORLD, *made)
+    rows = [ranks.flatten(1), ranks.flatten(1).T, ranks.flatten(0, 1)]
+    rows.append(ranks.transpose(1, 2).flatten(0, 1))
+    new = partial(dist.new_subgroups_by_enumeration, timeout=timedelta(seconds=timeout))
+    return Groups(dist.group.WORLD, *(new(row.tolist())[0] for row in rows))
 
 
-def bytes_sent(path, expert_PNk, e, D, groups):
-    """By formula, from the routing of every rank of the ep group: bytes that leave this rank in
-    forward and backward, in float64: (to ranks of its node, to other nodes)."""
-    (ep, N, k), places = expert_PNk.shape, dist.get_world_size(groups.inside)
-    me, home = dist.get_rank(groups.ep), expert_PNk // e  # of a dropped choice: ep, or beyond
-    straight, fanned = torch.zeros(2, ep, ep, dtype=torch.long)  # rows from rank p to rank q
-    for p, q in product(range(ep), range(ep)):
-        node, relay = q // places, q // places * places + p % places
-        if path is two_hops:
-            fanned[relay, q] += (home[p] == q).sum().item()
-            straight[p, q] = (home[p] // places == node).any(-1).sum() * (relay == q)
-        else:
-            straight[p, q] = (home[p] == q).sum() if path is one_hop else N
-    near = torch.arange(ep) // places == me // places
-    counts = {gather_tokens: (1, 1), one_hop: (e, e), two_hops: (e, 1 / places)}[path]
-    sent = []
-    for there, count in zip((near & (torch.arange(ep) != me), ~near), counts):
-        out, back = straight[me, there].sum().item(), straight[there, me].sum().item()
-        fan = (fanned[me, there].sum() + fanned[there, me].sum()).item()
-        elements = 2 * D * (out + back + fan) + count * there.sum().item()
-        if path is not one_hop:  # gates and the numbers of experts go along, and gates' gradients
-            elements += k * (2 * out + back)
-        sent.append(8 * elements)
-    return sent
+def serial_choices(scores_sE, real_s, k, limit=None):
+    """The twin's choices, token by token, as a mask (s, E) in the dtype of the scores."""
+    chosen_sE, E = torch.zeros_like(scores_sE), scores_sE.shape[1]
+    for token, row in enumerate(scores_sE.tolist()):
+        allowed = range(E)
+        if limit:
+            per = E // limit[0]  # experts of a group
+            value = lambda g: sum(sorted(row[g * per : (g + 1) * per])[-max(1, k // limit[1]) :])
+            best = sorted(range(limit[0]), key=value, reverse=True)[: limit[1]]
+            allowed = [expert for expert in allowed if expert // per in best]
+        if real_s[token]:
+            chosen_sE[token, sorted(allowed, key=lambda expert: -row[expert])[:k]] = 1
+    return chosen_sE
 
 
-# What `check` saw on this rank: relative errors by name; (measured, formula) in bytes, and what of
-# them has to cross between nodes; calls; whom each rank's tokens chose; the layer, its twin; and by
-# name, (what was found, the twin's part of it).
-Found = namedtuple("Found", "errors sent held across events expert_PNk moe twin pairs")
+def serial_layer(
+    x_BSD, weights, real_BS, ranks, k, bias=(), score="softmax", renormalize=True, scale=1.0,
+    limit=None, factor=None, first="token", balance=0.0, z=0.0, scope="batch",
+):  # fmt: skip
+    """The twin: the whole layer on the tokens of all ranks, from the formulas, in plain torch.
+
+    weights: the layer's parameters by name. Returns the output, the auxiliary loss, and a mask
+    (tokens, E) of the choices that were not dropped.
+    """
+    x_sD, real_s = x_BSD.flatten(0, 1), real_BS.flatten().to(x_BSD.dtype)
+    logits_sE = x_sD @ weights["router.weight"].T
+    scores_sE = logits_sE.softmax(-1) if score == "softmax" else 1 / (1 + (-logits_sE).exp())
+    E = logits_sE.shape[1]
+    biased_sE = scores_sE.detach() + nnf.pad(scores_sE.new_tensor(bias), (0, E - len(bias)))
+    chosen_sE = serial_choices(biased_sE, real_s, k, limit)
+    gates_sE = chosen_sE * scores_sE
+    if renormalize:
+        gates_sE = gates_sE / gates_sE.sum(-1, keepdim=True).clamp(min=1e-300)
+    kept_sE = chosen_sE.clone()
+    for rank, own in enumerate(torch.arange(len(x_sD)).chunk(ranks) if factor else ()):
+        most = math.ceil(round(factor * real_s[own].sum().item() * k / E, 9))
+        for expert in range(E):
+            queue = [token for token in own.tolist() if chosen_sE[token, expert]]
+            if first == "gate":
+                queue.sort(key=lambda token: -gates_sE[token, expert].item())
+            kept_sE[queue[most:], expert] = 0
+    both = lambda name: (weights[f"{name}.gate_up"], weights[f"{name}.down"])
+    y_sD = serial_mixture(x_sD, scale * kept_sE * gates_sE, *both("experts"))
+    y_sD = y_sD + serial_mixture(x_sD, x_sD.new_ones(len(x_sD), 1), *both("shared"))
+    terms, share_sE = [], real_s[:, None] * scores_sE / scores_sE.sum(-1, keepdim=True)
+    for segment in torch.arange(len(x_sD)).chunk(len(x_BSD) if scope == "sequence" else 1):
+        T = real_s[segment].sum()
+        f_E, P_E = E / (k * T) * chosen_sE[segment].sum(0), share_sE[segment].sum(0) / T
+        terms.append((f_E * P_E).sum())
+    log_z = logits_sE.exp().sum(-1).log()
+    aux = balance * sum(terms) / len(terms) + z * (real_s * log_z**2).sum() / real_s.sum()
+    return y_sD.view_as(x_BSD), aux, kept_sE
 
 
-def twins(path, groups, device, bias=(), E=8, k=2, D=16, F=12, slots=None, parts=None, **routing):
-    """A layer and its twin, in float64, from one seed. bias: added to the scores of the first
-    experts, so that they are chosen; parts: tokens of each rank."""
-    made = []
-    for world, *how in ((None, None, 8, every_expert), (groups.world, groups.ep, 8, path, slots)):
+def bytes_sent(path, homes_nsP, D, k, groups):
+    """By formula: bytes that leave this rank in forward and backward of a layer, in float64.
+
+    homes_nsP is 1 where a token of a rank of the ep group goes to one of its places P. Returns
+    bytes to ranks of this node and bytes to other nodes; the first are all of gather_tokens.
+    """
+    (n, s, P), places = homes_nsP.shape, dist.get_world_size(groups.inside)
+    rank, e, ranks = dist.get_rank(groups.ep), P // n, torch.arange(n)
+    node, place = divmod(rank, places)
+    path = getattr(path, "func", path)  # a partial binds the groups of two_hops
+    if path is gather_tokens:
+        return 8 * (n - 1) * s * (4 * D + 3 * k), 0
+    rows_nn = homes_nsP.view(n, s, n, e).sum((1, 3)).cpu()  # from rank to rank
+    if path is one_hop:
+        near, moved_n = ranks // places == node, rows_nn[rank] + rows_nn[:, rank]
+        others = near & (ranks != rank), ~near
+        return [8 * (2 * D * moved_n[to] + e).sum().item() for to in others]
+    own = lambda rows: rows.clone().fill_diagonal_(0)
+    fan = own(rows_nn.view(-1, places, n // places, places).sum(0)[:, node])
+    hop = own(homes_nsP.view(n, s, n // places, -1).amax(-1).sum(1)[place::places]).cpu()
+    out, back = hop[node].sum(), hop[:, node].sum()
+    across = 2 * D * (out + back) + k * (2 * out + back) + n // places - 1
+    inside = 2 * D * (fan[place] + fan[:, place]).sum() + e * (places - 1)
+    return 8 * inside.item(), 8 * across.item()
+
+
+# What `check` saw on this rank: relative errors by name; (measured, formula) of bytes sent and of
+# bytes held; bytes to other nodes; events; gradients and the right ones, by name; the twin's
+# choices; the layer; the twin's parameters by name
+Checked = namedtuple("Checked", "errors sent held across events pairs kept_nsE moe twin")
+
+
+def batch(n, device, S=6, D=16, padded=False):
+    """Tokens of all ranks (2n, S, D), a weight for each of their numbers, to make a loss of it, and
+    which tokens are real (2n, S). Tokens have a mean, so that the load is uneven."""
+    draw, B = torch.Generator().manual_seed(1), 2 * n
+    x_BSD, weight_BSD = torch.randn(2, B, S, D, dtype=torch.float64, generator=draw)
+    real_BS = torch.rand(B, S, generator=draw) > (0.4 if padded else -1)
+    return (x_BSD + 0.5).to(device), weight_BSD.to(device) / (B * S), real_BS.to(device)
+
+
+def both(path, groups, device, bias=(), E=8, D=16, F=12, **options):
+    """A layer on the ranks, and the parameters of the whole layer by name, from one seed. bias: of
+    the first experts' scores, so that they are chosen."""
+    layers = []
+    for world, group in (groups.world, groups.ep), (None, None):
         torch.manual_seed(0)
-        router = Router(D, E, k, group=world, **routing)
+        router = Router(D, E, group=world, **options)
         router.bias_E[: len(bias)] = torch.tensor(bias)
-        made.append(MoE(router, F, *how).double().to(device))
-    made[0].router.parts = parts
-    return made
+        layers.append(MoE(router, F, group, shared=8, path=path).double().to(device))
+    moe, whole = layers
+    return moe, {name: w.detach().clone().requires_grad_() for name, w in whole.named_parameters()}
 
 
-def batch(n, device, B=2, S=6, D=16):
-    """Tokens of all ranks and, to make a loss of them, a weight for each number, (n·B, S, D). The
-    tokens have a mean, so that routing is skewed."""
-    draw = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(2, n * B, S, D, dtype=torch.float64, generator=draw).to(device)
-    return x + 0.5, weight / (n * B * S)
-
-
-def check(groups, path, device, S=6, slots=None, times=1, **layer):
-    """One step of a layer, of a loss so many `times` as large, beside its twin, which has the
-    tokens of all ranks. Returns Found."""
-    n, r, ep = dist.get_world_size(), dist.get_rank(), dist.get_world_size(groups.ep)
-    x_BSD, weight_BSD = batch(n, device, S=S)
-    N = len(x_BSD) // n * S
-    twin, moe = twins(path, groups, device, slots=slots, parts=[N] * n, **layer)
-    x_bSD = x_BSD.chunk(n)[r].clone().requires_grad_()
-    y_BSD = twin(x_BSD.requires_grad_())
-    (y_BSD * weight_BSD).sum().backward()
+def check(groups, path, device, S=6, times=1, places=None, padded=False, bias=(), E=8, **options):
+    """Take one step of a layer, of `times` its loss, beside the twin on the tokens of all ranks."""
+    n, rank, ep = dist.get_world_size(), dist.get_rank(), dist.get_world_size(groups.ep)
+    moe, twin = both(path, groups, device, bias, E, **options)
+    D, k = moe.router.weight.shape[1], moe.router.k
+    x_BSD, weight_BSD, real_BS = batch(n, device, S, D, padded)
+    x_BSD.requires_grad_()
+    y_BSD, aux, kept_sE = serial_layer(x_BSD, twin, real_BS, n, bias=bias, **options)
+    ((y_BSD * weight_BSD).sum() + aux).backward()
+    if places:
+        place_experts(moe, places)
+    x_bSD = x_BSD.detach().chunk(n)[rank].clone().requires_grad_()
     with Ledger() as ledger:
-        y_bSD = moe(x_bSD)
-        (y_bSD * weight_BSD.chunk(n)[r] * times).sum().backward()
-    if slots:
-        sum_over_copies(moe)
+        y_bSD = moe(x_bSD, real_BS.chunk(n)[rank])
+        (y_bSD * weight_BSD.chunk(n)[rank] * times).sum().backward()
     reduce_gradients(moe, groups.world, groups.replicas)
 
-    E, e, split = moe.router.E, len(moe.experts.down), shard_specs(moe)
-    mine = (slots or list(range(E)))[dist.get_rank(groups.ep) * e :][:e]
-    pairs = {"output": (y_bSD, y_BSD.chunk(n)[r]), "input": (x_bSD.grad, x_BSD.grad.chunk(n)[r])}
-    for (name, param), whole in zip(moe.named_parameters(), twin.parameters()):
-        pairs[name] = param.grad, whole.grad[mine] if name in split else whole.grad
-    pairs = {name: (found.detach(), part.detach()) for name, (found, part) in pairs.items()}
-    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+    pairs = {name: (param.grad, twin[name].grad) for name, param in moe.named_parameters()}
+    for name in shard_specs(moe):
+        whole = pairs[name][1].chunk(ep)[rank % ep]
+        pairs[name] = (whole if places else pairs[name][0]), whole  # copies' gradients need a sum
+    pairs |= {"output": (y_bSD, y_BSD.chunk(n)[rank])}
+    pairs |= {"input": (x_bSD.grad, x_BSD.grad.chunk(n)[rank])}
+    errors = {name: relative_error(*map(torch.Tensor.detach, pair)) for name, pair in pairs.items()}
+    kept_nsE = kept_sE.view(n // ep, ep, -1, E)[rank // ep].long()
+    inside, across = bytes_sent(path, in_places(kept_nsE, places), D, k, groups)
+    counts = {"batch": E, "sequence": 2}[moe.router.scope] * 8 * 2 * (n - 1) / n
+    losses = moe.router.balance or moe.router.z
+    sent = sum(ledger.sent.values()), inside + across + (counts if losses else 0)
+    weights = 3 * D * moe.experts.down.shape[-1] * (len(places or range(E)) // ep)
+    held = held_by(moe.experts), 4 * 8 * weights
+    return Checked(errors, sent, held, across, ledger.events, pairs, kept_nsE, moe, twin)
 
-    with torch.no_grad():
-        expert_PNk = twin.router(x_BSD).expert.view(n // ep, ep, N, -1)[r // ep]
-    if slots:
-        expert_PNk = torch.stack([take_turns(expert_Nk, slots) for expert_Nk in expert_PNk])
-    _, D, F = moe.experts.down.shape
-    inside, across = bytes_sent(getattr(path, "func", path), expert_PNk, e, D, groups)
-    balanced = moe.router.scope == "batch" and (moe.router.balance or moe.router.z)
-    counts = 2 * (n - 1) / n * E * 8 if balanced else 0
-    sent = sum(ledger.sent.values()), inside + across + counts
-    held = held_by(moe.experts), 4 * 8 * e * 3 * D * F
-    return Found(errors, sent, held, across, ledger.events, expert_PNk, moe, twin, pairs)
+
+def in_places(kept_nsE, places):
+    """The mask of choices as a mask of places, where copies of an expert take turns."""
+    if not places:
+        return kept_nsE
+    homes_nsP = kept_nsE.new_zeros(*kept_nsE.shape[:2], len(places))
+    for rank, token, expert in kept_nsE.nonzero().tolist():
+        copies = [place for place, held in enumerate(places) if held == expert]
+        homes_nsP[rank, token, copies[token % len(copies)]] = 1
+    return homes_nsP
 
 
 def held_by(experts):
-    """Bytes of parameters, gradients, and what AdamW holds for them once it has taken a step."""
+    """Bytes of parameters, of gradients, and of what AdamW holds for them after a step."""
     optimizer = torch.optim.AdamW(experts.parameters(), lr=0)
     optimizer.step()
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
@@ -651,109 +761,123 @@ def held_by(experts):
     return sum(t.nbytes for t in weights + moments)
 
 
-def skipped(found, groups):
-    """Wrong on purpose: the largest error of an expert's gradient, where a rank on which nobody
-    chose it leaves it None, and so is passed over by the sum over replicas and by the optimizer."""
-    each = list(zip(*found.pairs["experts.down"]))
-    first, chosen = dist.get_rank(groups.ep) * len(each), set(found.expert_PNk.flatten().tolist())
-    return max(relative_error(g * (i in chosen), w) for i, (g, w) in enumerate(each, first))
-
-
-def averaged_aux(groups, device):
-    """Wrong on purpose: the balance loss of each rank's tokens, averaged over ranks: its error,
-    and the one predicted. A mean of products is the product of means and the covariance."""
-    n, r = dist.get_world_size(), dist.get_rank()
-    twin, _ = twins(one_hop, groups, device, balance=1.0)
-    router, x_BSD = twin.router, batch(n, device)[0]
-    aux = router(x_BSD.chunk(n)[r]).aux.detach()
-    # all_reduce(SUM) over dp, 1: every rank now has the mean over ranks, which is no balance loss
+def averaged_aux(groups, device, D=16, E=8, k=2):
+    """Wrong on purpose: each rank's own balance loss, averaged over ranks. Returns its error and
+    the predicted error: a mean of products is the product of means and the covariance."""
+    n, (x_BSD, _, real_BS) = dist.get_world_size(), batch(dist.get_world_size(), device)
+    torch.manual_seed(0)
+    router = Router(D, E, k, balance=1.0).double().to(device)
+    aux = router(x_BSD.chunk(n)[dist.get_rank()]).aux.detach()
+    # all_reduce(SUM) over dp, 1: every rank now has n times the mean over ranks
     dist.all_reduce(aux, group=groups.world)
-    share_nE = (x_BSD @ router.weight.T).softmax(-1).view(n, -1, router.E).mean(1)
-    chosen = nnf.one_hot(router(x_BSD).expert, router.E).double().view(n, -1, router.E)
-    chosen_nE = chosen.mean(1)
-    covariance = ((chosen_nE - chosen_nE.mean(0)) * (share_nE - share_nE.mean(0))).mean(0)
-    wanted = router(x_BSD).aux.detach()
-    return relative_error(aux / n, wanted), abs(router.E * covariance.sum() / wanted).item()
+    scores_sE = (x_BSD.flatten(0, 1) @ router.weight.detach().T).softmax(-1)
+    chosen_sE = serial_choices(scores_sE, real_BS.flatten(), k)
+    f_nE, P_nE = E / k * chosen_sE.view(n, -1, E).mean(1), scores_sE.view(n, -1, E).mean(1)
+    right = (f_nE.mean(0) * P_nE.mean(0)).sum()
+    covariance = ((f_nE - f_nE.mean(0)) * (P_nE - P_nE.mean(0))).mean(0).sum()
+    return relative_error(aux / n, right), abs(covariance / right).item()
+
+
+def skipped(checked, groups):
+    """Wrong on purpose: an expert without tokens on a replica leaves its gradient None there, so
+    that the sum over replicas passes over it. Returns the largest error of an expert."""
+    pairs = list(zip(*checked.pairs["experts.down"]))
+    first, used = dist.get_rank(groups.ep) * len(pairs), checked.kept_nsE.sum((0, 1)) > 0
+    return max(relative_error(own * used[i], right) for i, (own, right) in enumerate(pairs, first))
 
 
 def proof(groups, part, device):
-    """The rows of the table: the ladder, the routers, and what forgetting looks like. groups: one
-    ep group of all ranks; part: two, of half the ranks each (or one rank alone)."""
+    """Yield the rows of the table. groups: one ep group of all ranks; part: two ep groups of half
+    the ranks each, or of this rank alone."""
     n, ep = dist.get_world_size(), dist.get_world_size(part.ep)
-    hop2 = partial(two_hops, nodes=(groups.inside, groups.across))
+    hops = partial(two_hops, nodes=(groups.inside, groups.across))
     nodes, k1 = dist.get_world_size(groups.across), dict(k=1, renormalize=False)
-    v3 = dict(k=4, score="sigmoid", limit=(4, 2), scale=2.5, balance=0.1, scope="sequence")
-    copies = [*range(8), *[0] * 8]  # expert 0 is hot: it has the second half of the places too
-    ladder = {
-        f"gather_tokens, ep {n}": (groups, gather_tokens, {}),
-        f"one_hop, ep {n}": (groups, one_hop, {}),
-        f"two_hops, {nodes} nodes of {n // nodes}": (groups, hop2, {}),
-        f"one_hop, ep {ep} in dp {n}": (part, one_hop, {}),
+    v3 = dict(k=4, score="sigmoid", limit=(4, 2), scale=2.5, balance=0.1, z=0.01, scope="sequence")
+    losses = dict(k=2, balance=0.1, z=0.01, padded=True)
+    hot = check(groups, one_hop, device, k=2, bias=[0.3]).kept_nsE.sum((0, 1)).tolist()
+    copies = dict(k=2, bias=[0.3], places=places_by_load(hot, n, 16))
+    rows = {
+        f"gather_tokens, ep {n}": (groups, gather_tokens, dict(k=2)),
+        f"one_hop, ep {n}": (groups, one_hop, dict(k=2)),
+        f"two_hops, {nodes} nodes of {n // nodes}": (groups, hops, dict(k=2)),
+        f"one_hop, ep {ep} in dp {n}": (part, one_hop, dict(k=2)),
+        "  every expert on every rank, ep 1": (make_groups(1), one_hop, dict(k=2)),
         "  k 1, one expert takes everything": (part, one_hop, k1 | dict(bias=[9])),
-        "  capacity 1.25, by gate": (groups, hop2, dict(k=4, factor=1.25, first="gate")),
-        "  balance loss and z-loss": (part, one_hop, dict(balance=0.1, z=0.01)),
-        "  sigmoid, 2 of 4 groups, sequences": (groups, hop2, v3),
-        "  expert 0 in 9 of 16 places": (groups, one_hop, dict(slots=copies)),
+        "  capacity 1.25, by gate": (groups, hops, dict(k=4, factor=1.25, first="gate")),
+        "  balance loss and z-loss, padding": (part, one_hop, losses),
+        "  sigmoid, 2 of 4 groups, sequences": (groups, hops, v3),
+        "  16 places for 8 experts, by load": (groups, one_hop, copies),
     }
-    for name, (which, path, layer) in ladder.items():
-        found = check(which, path, device, **layer)
-        yield Row(name, max(found.errors.values()), found.sent, found.held)
+    for name, (which, path, layer) in rows.items():
+        checked = check(which, path, device, **layer)
+        yield Row(name, max(checked.errors.values()), checked.sent, checked.held)
     if n == 1:
         return
     error, predicted = averaged_aux(groups, device)
     yield Row("balance loss averaged over ranks", error, wrong=predicted)
     if ep > 1:  # each loss a mean over its rank's tokens, each gradient over those who hold it
-        gradient, whole = check(part, one_hop, device, times=n).pairs["experts.down"]
+        gradient, right = check(part, one_hop, device, times=n, k=2).pairs["experts.down"]
         averaged = gradient / dist.get_world_size(part.replicas)
-        yield Row("expert gradients, replicas' mean", relative_error(averaged, whole), wrong=ep - 1)
-    found = check(part, one_hop, device, S=1, **k1)
-    yield Row("expert without a token skipped", skipped(found, part), wrong=1)
+        yield Row("expert gradients, replicas' mean", relative_error(averaged, right), wrong=ep - 1)
+    checked = check(part, one_hop, device, S=1, **k1)
+    yield Row("expert without a token skipped", skipped(checked, part), wrong=1)
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
-BALANCE = {  # how: what the router is given beside it, and the rate of its bias
-    "none": ({}, 0),
-    "aux": ({"balance": 0.02}, 0),
-    "bias": ({}, 0.02),
-    "capacity": ({"factor": 1.25}, 0),
-}
+WAYS = {  # to even the load, by a number x: (options of the router, rate of its bias)
+    "none": lambda x: ({}, 0.0), "aux": lambda x: ({"balance": x}, 0.0),
+    "bias": lambda x: ({}, x), "capacity": lambda x: ({"factor": x}, 0.0),
+    "z": lambda x: ({"z": x}, 0.0),
+}  # fmt: skip
+
+
+def way(text):
+    """Read a word such as "aux:0.02": (options of the router, rate of its bias)."""
+    name, _, number = text.partition(":")
+    try:
+        return WAYS[name](float(number) if name != "none" else None)
+    except (KeyError, ValueError):
+        choices = "dense, none, aux:0.02, bias:0.02, capacity:1.25 or z:0.01"
+        raise ValueError(f"--balance {text}: use words such as {choices}") from None
 
 
 class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next (b, S, V): the last four bytes, and a layer."""
+    """Bytes (b, S) to logits of the next byte (b, S, V): the last four bytes, and one layer."""
 
     def __init__(self, layer, D, V=256):
         super().__init__()
         self.history, self.layer = nn.Embedding(4 * V, D), layer
         self.norm_layer, self.norm, self.head = nn.RMSNorm(D), nn.RMSNorm(D), nn.Linear(D, V)
 
-    def forward(self, x_bS):
+    def embed(self, x_bS):
+        """The sum of an embedding for each of the last four bytes, (b, S, D)."""
         last4_bS4 = nnf.pad(x_bS, (3, 0)).unfold(1, 4, 1)
-        place = self.head.out_features * torch.arange(4, device=x_bS.device)
-        x_bSD = self.history(last4_bS4 + place).sum(2)
+        return self.history(last4_bS4 + 256 * torch.arange(4, device=x_bS.device)).sum(2)
+
+    def forward(self, x_bS):
+        x_bSD = self.embed(x_bS)
         x_bSD = x_bSD + self.layer(self.norm_layer(x_bSD))
         return self.head(self.norm(x_bSD))
 
 
-def fit(args, groups, device, how):
-    """Train one model on text; yields each step's loss, in nats per byte, and load (2, E) or None.
-
-    how: a key of BALANCE, for 8 experts of which a token chooses one, beside a shared one; or
-    "dense": one network as wide as those two.
-    """
-    n, r = dist.get_world_size(), dist.get_rank()
-    text, (options, rate), D, F = read_text(args.text, 0), BALANCE.get(how, ({}, 0)), 64, 64
+def build(how, groups, device, D=64):
+    """A model with 8 experts, of which a token chooses one beside a shared one, and `how` to even
+    their load; "dense" has one network as wide as these two."""
     torch.manual_seed(0)
     if how == "dense":
-        layer = Experts(1, D, 2 * F)
-    else:
-        router = Router(D, 8, 1, renormalize=False, group=groups.world, **options)
-        layer = MoE(router, F, groups.ep, shared=F)
-    model = LanguageModel(layer, D).to(device)
+        return LanguageModel(Experts(1, D, 2 * D), D).to(device)
+    router = Router(D, 8, 1, renormalize=False, group=groups.world, **way(how)[0])
+    return LanguageModel(MoE(router, D, groups.ep, shared=D), D).to(device)
+
+
+def training(model, how, args, groups, device):
+    """Train on text; yield each step's loss, in nats per byte, and its load (2, E), or None."""
+    n, rank, text = dist.get_world_size(), dist.get_rank(), read_text(args.text, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     for step in range(args.steps):
-        x_bS, y_bS = (t.to(device).tensor_split(n)[r] for t in sample(text, step, args.batch, 64))
+        whole = sample(text, step, args.batch, 64)
+        x_bS, y_bS = (part.tensor_split(n)[rank].to(device) for part in whole)
         logits = model(x_bS).flatten(0, 1)
         loss = nnf.cross_entropy(logits, y_bS.flatten(), reduction="sum") / (args.batch * 64)
         loss.backward()
@@ -763,78 +887,86 @@ def fit(args, groups, device, how):
         loss = loss.detach()
         # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
         dist.all_reduce(loss, group=groups.world)
-        yield loss.item(), None if how == "dense" else layer.router.update_bias(rate)
+        yield loss.item(), None if how == "dense" else model.layer.router.update_bias(way(how)[1])
 
 
-def peaks(load_2E, n):
-    """The most over the mean: tokens kept by an expert, by a rank; and the share dropped."""
+def unevenness(load_2E, n):
+    """The busiest expert's and the busiest rank's tokens, over the mean; the variance of experts'
+    tokens over the squared mean; the dropped share."""
+    if load_2E is None:  # a dense layer
+        return [math.nan] * 4
     chosen_E, kept_E = load_2E.double()
     over_mean = lambda load: (load.max() / load.mean()).item()
+    variance = (kept_E.var(correction=0) / kept_E.mean() ** 2).item()
     dropped = 1 - (kept_E.sum() / chosen_E.sum()).item()
-    return over_mean(kept_E), over_mean(kept_E.view(n, -1).sum(1)), dropped
+    return [over_mean(kept_E), over_mean(kept_E.view(n, -1).sum(1)), variance, dropped]
 
 
 def train(args, groups, device):
-    """Train 8 experts, and beside them a dense model of as many active parameters."""
-    text, n = read_text(args.text, 0), dist.get_world_size()
-    say(f"\n8 experts on {n} ranks, of which a token chooses one beside a shared one; balance by "
-        f"{args.balance}.\nThe dense layer is as wide as those two. "
-        f"Unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
-    say("step   loss   dense   busiest expert / mean   slowest rank / mean   dropped")
-    both = zip(fit(args, groups, device, args.balance), fit(args, groups, device, "dense"))
-    for step, ((loss, load_2E), (dense, _)) in enumerate(both):
-        if step % 10 == 0 or step == args.steps - 1:
-            expert, rank, dropped = peaks(load_2E, n)
-            say(f"{step:4}{loss:7.3f}{dense:8.3f}{expert:24.2f}{rank:22.2f}{dropped:10.1%}")
+    """Train a model for each way to even the load, and print the first and the last loss and means
+    of the last ten steps. Returns {way: rows of a step: loss, and its unevenness}."""
+    text, n, runs = read_text(args.text, 0), dist.get_world_size(), {}
+    x_bS = sample(text, 0, args.batch, 64)[0].to(device)
+    say(
+        f"\n8 experts on {n} ranks, of which a token chooses one beside a shared one; dense: one "
+        f"network as wide as those two.\n{args.steps} steps; the unigram entropy of the text is "
+        f"{unigram_entropy(text):.3f}. Means of the last ten steps; busiest: tokens over the mean\n"
+        "way            loss, first, last  busiest expert, rank   variance   dropped   (log Z)²"
+    )
+    for how in args.balance:
+        model, log_z = build(how, groups, device), math.nan
+        steps = training(model, how, args, groups, device)
+        runs[how] = [[loss, *unevenness(load, n)] for loss, load in steps]
+        if how != "dense":
+            with torch.no_grad():
+                logits_sE = model.layer.router.logits(model.norm_layer(model.embed(x_bS)))
+            log_z = logits_sE.logsumexp(-1).square().mean().item()
+        loss, expert, rank, variance, dropped = torch.tensor(runs[how][-10:]).mean(0).tolist()
+        load = f"{expert:18.2f}{rank:7.2f}{variance:13.3f}{dropped:10.1%}{log_z:11.2f}"
+        say(f"{how:14}{runs[how][0][0]:9.3f}{loss:9.3f}{load if how != 'dense' else ''}")
+    return runs
 
 
-def plot(args, groups, device):
-    """Draw, for each way to balance, the busiest expert's load over time, and the loss."""
-    runs = {how: list(fit(args, groups, device, how)) for how in BALANCE}
-    if dist.get_rank():
-        return
+def draw(runs, path):
+    """Draw, for each way to even the load, the busiest expert's load and the loss over steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    styles = zip(("-", "--", "-", ":"), ("0.55", "#b5541c", "#0b3c5d", "k"), (1.4, 1.8, 2.2, 2.2))
     smooth = lambda series: torch.tensor(series).unfold(0, 10, 1).mean(1)
-    losses = {how: smooth([loss for loss, _ in run]) for how, run in runs.items()}
-    for (how, run), (line, color, width) in zip(runs.items(), styles):
-        given = dict(linestyle=line, color=color, linewidth=width)
-        experts, ranks, dropped = zip(*(peaks(load, dist.get_world_size()) for _, load in run))
-        dropped, steps = sum(dropped) / len(run), range(9, len(run))
-        note = f" ({dropped:.0%} of choices dropped)" if dropped else ""
-        left.plot(steps, smooth(experts), label=how + note, **given)
-        right.plot(steps, losses[how] - losses["none"], **given)
-        print(f"{how:9} last 10 steps: busiest expert {smooth(experts)[-1]:.2f} of the mean, "
-              f"slowest rank {smooth(ranks)[-1]:.2f}, loss {losses[how][-1]:.3f}")  # fmt: skip
+    series = {how: [smooth(column) for column in zip(*rows)] for how, rows in runs.items()}
+    first = next(iter(series))
+    for (how, (loss, expert, *_, dropped)), line in zip(series.items(), ["-", "--", "-", ":"] * 9):
+        note = f" ({dropped.mean():.0%} of choices dropped)" if dropped.any() else ""
+        steps = range(9, 9 + len(loss))
+        left.plot(steps, expert, line, label=how + note)
+        right.plot(steps, loss - series[first][0], line)
     left.set_title("tokens of the busiest expert / mean", loc="left", fontsize=10)
-    right.set_title("loss, less that of none, nats per byte", loc="left", fontsize=10)
+    right.set_title(f"loss minus loss of {first}, nats per byte", loc="left", fontsize=10)
     left.set_ylim(bottom=1)
     left.legend(fontsize=9, frameon=False)
     for axis in (left, right):
         axis.set_xlabel("step (mean of 10)")
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(args.plot, dpi=110)
-    print(f"drew {args.plot}")
+    figure.savefig(path, dpi=110)
 
 
 def main(args, device):
     """Prove, then train (or draw); 0 if everything is as claimed."""
     n = dist.get_world_size()
     nodes = 1 + (n % 2 == 0)
-    groups = make_groups(n, nodes, args.timeout)
-    part = make_groups(n // nodes, 1, args.timeout)
+    groups, part = make_groups(n, nodes, args.timeout), make_groups(n // nodes, 1, args.timeout)
     say(f"05 expert parallelism · {n} ranks · {dist.get_backend()} · {device.type}")
     broken = prove(list(proof(groups, part, device)), device)
-    hop2 = partial(two_hops, nodes=(groups.inside, groups.across))
-    one, two = (check(groups, path, device, k=4).across for path in (one_hop, hop2))
-    say(f"\nk 4, to other nodes: {one:,.0f} bytes in one hop, {two:,.0f} in two")
-    if args.plot:
-        plot(args, groups, device)
-    elif args.steps:
-        train(args, groups, device)
+    hops = partial(two_hops, nodes=(groups.inside, groups.across))
+    paths = (one_hop, {}), (hops, {}), (hops, {"limit": (nodes, 1)})
+    across = [check(groups, path, device, k=4, **limit).across for path, limit in paths]
+    say("\nk 4, bytes of rank 0 to other nodes: {:,.0f} in one hop, {:,.0f} in two, {:,.0f} in two "
+        "with experts of one node for each token".format(*across))  # fmt: skip
+    runs = train(args, groups, device) if args.steps else {}
+    if args.plot and dist.get_rank() == 0:
+        draw(runs, args.plot)
+        say(f"drew {args.plot}")
     return broken
 
 
@@ -846,6 +978,8 @@ def validate(args, ranks):
         raise ValueError(f"--batch {args.batch}: each of {ranks} ranks needs at least 1")
     if args.plot and args.steps < 10:
         raise ValueError(f"--steps {args.steps}: a picture needs at least 10")
+    for text in set(args.balance) - {"dense"}:
+        way(text)
     read_text(args.text, at_least=65)
 
 
@@ -1110,12 +1244,12 @@ def _rank(local, ranks, main, args, folder=None):
     os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
-
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
 
-    parser = arguments(__doc__, ranks=4, steps=80)
+    parser = arguments(__doc__, ranks=4, steps=80, plot="the load and the loss over steps")
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
-    parser.add_argument("--balance", choices=BALANCE, default="bias", help="what evens the load")
-    parser.add_argument("--plot", metavar="PNG", help="draw each way to balance; try --steps 300")
+    ways = "ways to even the load: dense, none, aux:0.02, bias:0.02, capacity:1.25, z:0.01"
+    default = ["dense", "none", "bias:0.02"]
+    parser.add_argument("--balance", nargs="+", default=default, metavar="WAY", help=ways)
     launch(main, parser.parse_args(), validate)

@@ -33,10 +33,10 @@ class Gather(torch.autograd.Function):
         return Gather.apply(d_y, group, not home), None, None
 
 
-def all_gathered(x_ND, gates_Nk, expert_Nk, experts, group):
+def all_gathered(x_sD, chosen_sk, gates_sk, experts, group):
     """The naive layer: all tokens to all ranks, each adds what its experts have to say."""
     e, r = len(experts.down), dist.get_rank(group)
-    x, gates, expert = (Gather.apply(t, group, False) for t in (x_ND, gates_Nk, expert_Nk))
+    x, expert, gates = (Gather.apply(t, group, False) for t in (x_sD, chosen_sk, gates_sk))
     pairs = [(expert == r * e + i).nonzero(as_tuple=True) for i in range(e)]
     token, choice = (torch.cat(parts) for parts in zip(*pairs))
     rows = experts(x[token], [len(t) for t, _ in pairs])
