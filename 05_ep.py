@@ -1244,6 +1244,7 @@ def _rank(local, ranks, main, args, folder=None):
     os._exit(code)  # an ordinary exit may abort where a reference to a group is left
 
 
+
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
 
