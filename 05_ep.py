@@ -783,7 +783,11 @@ def skipped(checked, groups):
     that the sum over replicas passes over it. Returns the largest error of an expert."""
     pairs = list(zip(*checked.pairs["experts.down"]))
     first, used = dist.get_rank(groups.ep) * len(pairs), checked.kept_nsE.sum((0, 1)) > 0
-    return max(relative_error(own * used[i], right) for i, (own, right) in enumerate(pairs, first))
+    errors = [relative_error(own * used[i], right) for i, (own, right) in enumerate(pairs, first)]
+    worst = torch.tensor(max(errors), dtype=torch.float64, device=used.device)
+    # all_reduce(MAX) over all ranks, 1: on some ranks every expert has a token
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.world)
+    return worst.item()
 
 
 def proof(groups, part, device):
