@@ -613,6 +613,7 @@ def reference():
     return [p.grad for p in model.parameters()], (y_BS != -100).sum()
 
 
+@question("Q1.3")
 @question("Q1.4")
 @pytest.mark.parametrize("around_forward", [True, False])
 def test_dp_04_ranks_stay_identical_however_no_sync_is_placed(around_forward):
