@@ -95,7 +95,7 @@ def zero_bytes(params, ranks=1, stage=0, recipe="bf16"):
 # ── 2 · activations: what one dense layer keeps for backward ─────────────────────────────────
 
 # A product y = x W keeps x: its weight's gradient is xᵀ dy. A norm keeps its input. Attention keeps
-# q, k, v and its output. Flash attention keeps one number a row of scores, not the scores.
+# q, k, v and its output. Flash attention keeps one number per row of scores, not the scores.
 #
 # Llama 3 8B, one sequence of 8,192 tokens in bf16, MiB of one layer:
 #
@@ -222,9 +222,10 @@ class Bubble:
 
     idle: of the makespan, from the first start to the last end over all ranks. span_idle: of the
     longest time that one rank is between its own first start and last end; this is what a step
-    costs where ranks may enter the next step at different times. ratio: idle over ideal time r;
-    fraction: idle over all time, r / (1 + r). None where no closed form is known; `exact` is False
-    for an estimate or a bound.
+    costs where ranks may enter the next step at different times. From these are set: makespan and
+    span (ideal time and idle); ratio and span_ratio, r = idle over ideal time; fraction and
+    span_fraction, idle over all time, r / (1 + r). None where no closed form is known; `exact` is
+    False for an estimate or a bound.
     """
 
     schedule: str

@@ -436,6 +436,53 @@ def run_offload(
     ]
 
 
+def modelled_mfu(model, layout, net, peak, kernels):
+    """An MFU: kernels reach a share of the peak, and the bubble and exposed communication add to a
+    step. What can run beside kernels adds only where it takes longer than they do."""
+    lo, idle = layout, bubble(layout.schedule, layout.pp, layout.m, layout.v).span_ratio or 0
+    flops = flops_per_token(model, lo.seq, "causal") * effective_batch(lo) / lo.world
+    waits = Counter()
+    for x in traffic(model, lo, busiest(model, lo)):
+        waits[x.hideable] += net.seconds(lo, x)
+    again = hfu(1, lo.recompute if lo.recompute == "full" else "none")
+    busy = max(flops * again / (peak * kernels) * (1 + idle), waits[True])
+    return flops / peak / (busy + waits[False])
+
+
+def run_designs(
+    hbm: Annotated[float, "GiB of a GPU"] = 79.6,
+    gpu: Annotated[str, ", ".join(PEAKS)] = "h100",
+    kernels: Annotated[float, "share of the peak that kernels reach, assumed"] = 0.6,
+    save: Annotated[float, "seconds that a checkpoint stops the job"] = 60.0,
+):
+    """The guide's reference designs and its decision matrix, as layouts that are run."""
+    rows, notes = [], []
+    for design in data("designs")["rows"]:
+        model, lo = preset(design["model"]), Layout(**design["layout"])
+        net, top = Topology(outer=design["between"] * 1e9), heaviest(estimate(model, lo))
+        mfu = modelled_mfu(model, lo, net, peak_flops(gpu), kernels)
+        hours = hours_between_failures(lo.world)
+        lost = lost_share(daly_interval(save, 3600 * hours), save, 3600 * hours, 600)
+        flops = flops_per_token(model, lo.seq, "causal") * design["tokens"]
+        days = training_days(flops, lo.world, peak_flops(gpu) * mfu) / (1 - lost)
+        tiers = Counter()
+        for x in traffic(model, lo, 0):
+            tiers[net.leaves_node(lo, x.axis)] += x.sent / GiB
+        row = {"design": design["name"], "GPUs": lo.world, "peak GiB": top.peak / GiB}
+        row |= {"verdict": top.verdict(hbm * GiB), "GiB in a node": float(tiers[False])}
+        row |= {"between nodes": float(tiers[True]), "MFU %": 100 * mfu, "lost %": 100 * lost}
+        row["days"] = days
+        rows.append(row | {"_layout": " ".join(as_flags(lo)), "_line": design["line"]})
+        change = ""
+        if row["verdict"] != "fits":
+            flags, _, says, to = way_out(model, lo, hbm * GiB)
+            change = f"; {says} with {flags}, on {to.world:,} GPUs"
+        notes += [f"{design['name']} (line {design['line']}): {rows[-1]['_layout']}{change}"]
+    how = f"kernels at {kernels:.0%} of a {gpu}'s peak, exposed communication, bubble"
+    return rows, ["", *notes, f"GiB: sent by a rank of stage 0 in a step. MFU is modelled: {how}",
+                  f"lost: failures, and checkpoints that stop the job for {save:g} s (Daly)"]
+
+
 def run_worksheet(model, layout, hbm: Annotated[float, "GiB of a GPU"] = 80.0):
     """The guide's memory budget worksheet, filled in for the heaviest rank."""
     lo, top = layout, heaviest(estimate(model, layout))
@@ -479,7 +526,7 @@ def run_plot(
 
 
 COMMANDS = [run_params, run_estimate, run_traffic, run_bubble, run_compute, run_guide]
-COMMANDS += [run_failures, run_offload, run_worksheet, run_plot]
+COMMANDS += [run_failures, run_offload, run_worksheet, run_designs, run_plot]
 ALIASES = {"m": ["--micro-batches"]}
 
 

@@ -1859,6 +1859,7 @@ COMMANDS = [
     "guide",
     "guide bottom",
     "guide --wrong",
+    "designs",
     "failures",
     "failures --gpus 8 --save 300",
     "offload --dp 8 --model llama-3-70b",
@@ -1917,6 +1918,35 @@ def test_the_readme_shows_what_is_printed_today(capsys):
         assert answered(capsys, *command.split()) == textwrap.dedent(shown)
     others = re.findall(r"`(\w+)`", section.split("The rest:")[1])
     assert {*others, "estimate", "compute"} == {run.__name__[4:] for run in commands.COMMANDS}
+
+
+def test_the_guides_designs_as_layouts_that_are_run(capsys):
+    """Each has the GPUs that the guide names for it, and its numbers are those of other commands."""
+    rows = json.loads(answered(capsys, "designs", "--json"))["rows"]
+    rows = {row["design"]: row for row in rows}
+    assert len(rows) == 13 and all(0 < row["MFU %"] <= 60 for row in rows.values())
+    gpus = [8, 32, 16, 32, 256, 64, 64, 4096, 32, 1024]
+    assert [row["GPUs"] for row in rows.values()][3:] == gpus
+    tuned = rows["405B fine-tune"]
+    assert tuned["verdict"] == "does not fit"  # the guide's line 2117, as its audit says
+    lo = commands.parsed_layout(tuned["layout"], Layout())
+    top = mm.heaviest(mm.estimate(preset("llama-3.1-405b"), lo))
+    assert tuned["peak GiB"] == top.peak / GiB and lo.world == 64
+
+
+def test_a_modelled_mfu():
+    """Nothing but kernels: their share of the peak. A link that is slow enough: its time alone."""
+    model, net = LLAMA_8, mm.Topology()
+    assert commands.modelled_mfu(model, Layout(), net, 1e12, 0.6) == pytest.approx(0.6)
+    half = commands.modelled_mfu(model, Layout(recompute="full"), net, 1e12, 0.6)
+    assert half == pytest.approx(0.6 * 3 / 4)
+    fast = replace(net, inner=1e30, latency=0)
+    piped = commands.modelled_mfu(model, Layout(pp=4, m=6), fast, 1, 1)
+    assert piped == pytest.approx(6 / 9)
+    layout, slow = Layout(dp=2), mm.Topology(inner=1.0, outer=1.0, latency=0)
+    sent = mm.sent(mm.traffic(model, layout))
+    flops = mm.flops_per_token(model, 4096, "causal") * 4096
+    assert commands.modelled_mfu(model, layout, slow, 1e12, 0.6) == flops / 1e12 / sent
 
 
 def test_estimate_without_m_fills_the_pipeline_and_says_so(capsys):
