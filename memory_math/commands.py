@@ -342,7 +342,8 @@ def run_compute(
     convention: Annotated[str, "how FLOPs are counted: " + ", ".join(CONVENTIONS)] = "6N",
     seq: Annotated[int, "tokens in a sequence, for attention"] = 8192,
     batch: Annotated[float, "tokens in a step"] = 4e6,
-    price: Annotated[float, "per GPU-hour"] = 3.0,
+    price: Annotated[tuple[float, ...], "per GPU-hour; a range as 2,4"] = (3.0,),
+    spares: Annotated[float, "share of GPUs that stand by for those that fail"] = 0.02,
     moved: Annotated[float, "GB that one GPU's HBM moved in a step: the MBU is computed"] = 0.0,
 ):
     """FLOPs by convention; hours, days and money at an MFU, or MFU and MBU of what was measured."""
@@ -356,13 +357,25 @@ def run_compute(
     share, spent = mfu_of(flops, seconds, gpus, peak), gpus * seconds / 3600
     kind = f"{'2:4 sparse' if sparse else 'dense'} {precision} peak {peak / 1e12:g} TFLOP/s"
     step, (_, hbm) = seconds * batch / tokens, data_sheet(gpu)
+    hours_apart, save = hours_between_failures(gpus), 60.0
+    interval = daly_interval(save, 3600 * hours_apart)
+    lost = lost_share(interval, save, 3600 * hours_apart, 600.0)
+    paid = spent * (1 + spares) / max(1e-9, 1 - lost)
+    cost = lambda hours: " to ".join(f"{hours * each:,.0f}" for each in price)
+    state = state_items(count_parameters(model))
+    on_disk = sum(state.values()) - state["gradients"]
     busy = f"MBU {mbu(1e9 * moved, step, hbm):.2%}: {moved:g} GB of HBM in a step of {step:.3g} s"
     return rows, [
         f"{model.name} on {gpus} {gpu}, {kind}",
         *model.notes,
         f"MFU {share:.2%} by {convention}; HFU {hfu(share, 'full'):.2%} if all is recomputed",
         *[f"{busy}, of {hbm / 1e12:g} TB/s"] * (moved > 0),
-        f"{spent:,.0f} GPU-hours at {price:g}: {spent * price:,.0f}; {seconds / 86400:,.1f} days",
+        f"{spent:,.0f} GPU-hours at {' to '.join(f'{each:g}' for each in price)}: {cost(spent)}; "
+        f"{seconds / 86400:,.1f} days",
+        f"with failures and checkpoints ({lost:.1%}) and spares ({spares:.1%}): "
+        f"{paid:,.0f} GPU-hours, {cost(paid)}",
+        f"a checkpoint (weights, master, moments) is {quantity(on_disk, 'bytes')}, one every "
+        f"{interval / 60:,.0f} minutes",
         f"{tokens / count_active(model):.3g} tokens per active parameter; about 20 are optimal",
         f"{tokens / batch:,.0f} steps of {batch:,.0f} tokens; twice the batch takes "
         f"{lr_scale(2):.3g} x the learning rate (square root)",

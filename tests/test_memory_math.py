@@ -1921,7 +1921,7 @@ def test_the_readme_shows_what_is_printed_today(capsys):
 
 
 def test_the_guides_designs_as_layouts_that_are_run(capsys):
-    """Each has the GPUs that the guide names for it, and its numbers are those of other commands."""
+    """Each has the GPUs that the guide names for it, and the numbers of the other commands."""
     rows = json.loads(answered(capsys, "designs", "--json"))["rows"]
     rows = {row["design"]: row for row in rows}
     assert len(rows) == 13 and all(0 < row["MFU %"] <= 60 for row in rows.values())
@@ -1932,6 +1932,21 @@ def test_the_guides_designs_as_layouts_that_are_run(capsys):
     lo = commands.parsed_layout(tuned["layout"], Layout())
     top = mm.heaviest(mm.estimate(preset("llama-3.1-405b"), lo))
     assert tuned["peak GiB"] == top.peak / GiB and lo.world == 64
+
+
+def test_what_a_run_costs_beside_its_hours(capsys):
+    """A range of prices; failures, checkpoints and spares; 14 bytes a parameter on disk."""
+    flags = "compute --model llama-3-8b --tokens 1e12 --gpus 1024 --price 2,4 --spares 0.05".split()
+    text = answered(capsys, *flags)
+    found = re.search(r"([\d,]+) GPU-hours at 2 to 4: ([\d,]+) to ([\d,]+);", text)
+    number = lambda text: int(text.replace(",", ""))
+    spent, low, high = map(number, found.groups())
+    assert low == pytest.approx(2 * spent, rel=1e-4) and high == pytest.approx(4 * spent, rel=1e-4)
+    seconds = 3600 * mm.hours_between_failures(1024)
+    lost = mm.lost_share(mm.daly_interval(60, seconds), 60, seconds, 600)
+    paid = number(re.search(r"spares \(5.0%\): ([\d,]+) GPU-hours", text)[1])
+    assert paid == pytest.approx(spent * 1.05 / (1 - lost), rel=1e-4)
+    assert f"is {14 * CHECKPOINTS['llama-3-8b'] / 1e9:.4g} GB" in text
 
 
 def test_a_modelled_mfu():
