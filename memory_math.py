@@ -501,8 +501,8 @@ def nearest(name, known, what):
 
 def divisors(*numbers):
     """The common divisors of numbers, as a sentence puts them: 1, 2, 4 or 8."""
-    found = [str(i) for i in range(1, math.gcd(*numbers) + 1) if math.gcd(*numbers) % i == 0]
-    return " or ".join([", ".join(found[:-1])] * bool(found[:-1]) + found[-1:])
+    common = [str(i) for i in range(1, math.gcd(*numbers) + 1) if math.gcd(*numbers) % i == 0]
+    return " or ".join([", ".join(common[:-1])] * bool(common[:-1]) + common[-1:])
 
 
 # ── rows of a data file: which apply, and what their letters multiply to ─────────────────────
@@ -512,11 +512,11 @@ def applies(row, names):
     """True if the conditions of a row hold: each word of `when` has its value, or one of a list of
     values, and no word of `unless` has."""
 
-    def holds(word, wanted):
+    def holds(word, expected):
         value = names[word]
-        if isinstance(wanted, bool):
-            return bool(value) == wanted
-        return value in (wanted if isinstance(wanted, list) else [wanted])
+        if isinstance(expected, bool):
+            return bool(value) == expected
+        return value in (expected if isinstance(expected, list) else [expected])
 
     return all(holds(*pair) for pair in row.get("when", {}).items()) and not any(
         holds(*pair) for pair in row.get("unless", {}).items()
@@ -842,7 +842,7 @@ def validate(model, layout):
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the budget, as one tensor kept for backward is: its bytes, and how they come about.
+    """A line of the budget, such as one tensor kept for backward: its bytes and their formula.
     part: one of `BUDGET`; core: recomputed by selective recompute; letters: of the formula."""
 
     name: str
@@ -1050,7 +1050,7 @@ def _state_items(layout, parts):
 
 def _held_activations(model, layout, layers, flight, last_flight):
     """Items that wait for backward on a rank, each times the micro-batches in flight; last_flight:
-    those whose head and loss wait."""
+    micro-batches whose head and loss wait."""
     kinds = Counter({-1: "embedding", model.layers: "head"}.get(x, model.is_moe(x)) for x in layers)
     lists = {"embedding": ("embedding", "first"), "head": ("head and loss", "last")}
     items = []
@@ -1152,7 +1152,7 @@ def remedies(model, layout, hbm):
     changes += [{axis: 2 * getattr(lo, axis)} | keeps for axis in ("tp", "pp", "cp")]
     changes += [{"recompute": "selective"}, {"recompute": "full"}, {"sp": True}, {"batch": 1}]
     changes += [{"loss": "fused"}, {"attention": "flash"}, {"mlp": "recompute"}]
-    now, found = heaviest(estimate(model, lo)).peak, []
+    now, better = heaviest(estimate(model, lo)).peak, []
     for change in changes:
         changed = replace(lo, **change)
         try:
@@ -1161,16 +1161,16 @@ def remedies(model, layout, hbm):
             continue
         if top.peak < 0.97 * now:
             flags = " ".join(as_flags(changed, lo))
-            found.append((flags, top.peak, top.verdict(hbm), changed))
-    return sorted(found, key=lambda row: row[1])
+            better.append((flags, top.peak, top.verdict(hbm), changed))
+    return sorted(better, key=lambda row: row[1])
 
 
 def way_out(model, layout, hbm, most=9):
-    """Up to `most` changes, each the one that then helps most, until the layout fits: (flags, peak
-    bytes, verdict, layout)."""
+    """The changes that make a layout fit, at most `most` of them: each is the one that helps most
+    after those before it. Returns (flags, peak bytes, verdict, layout)."""
     changed, peak, says = layout, None, ""
-    while says != "fits" and most and (found := remedies(model, changed, hbm)):
-        (_, peak, says, changed), most = found[0], most - 1
+    while says != "fits" and most and (better := remedies(model, changed, hbm)):
+        (_, peak, says, changed), most = better[0], most - 1
     return " ".join(as_flags(changed, layout)), peak, says, changed
 
 
@@ -1182,14 +1182,14 @@ TRAFFIC = data("traffic")
 def transfers(section, axis, n, hideable=False, **names):
     """Rows of a section of the traffic table, as a list of `Transfer`: those that apply, with the
     letters given. One rank sends nothing."""
-    found, names = [], {"n": n, **names}
+    listed, names = [], {"n": n, **names}
     for row in TRAFFIC[section] if n > 1 else ():
         calls = product(row.get("calls", [1]), names)
         if applies(row, names) and calls:
             size, over = product(row["of"], names), names.get(row.get("over"), 1)
             size = size // over if isinstance(size, int) and size % over == 0 else size / over
-            found.append(Transfer(axis, row["phase"], row["call"], calls, size, n, hideable))
-    return found
+            listed.append(Transfer(axis, row["phase"], row["call"], calls, size, n, hideable))
+    return listed
 
 
 def tp_layer_traffic(
@@ -1213,8 +1213,9 @@ def ep_traffic(
 ):
     """Experts, one layer, one micro-batch: dispatch and combine, forward and backward.
 
-    remote_rows: rows that leave the rank in one of these, a mean of the two ways; balanced,
-    tokens * top_k * (ep-1)/ep. experts: before rows, their numbers are told, 8 bytes an expert.
+    remote_rows: rows that leave the rank in one all-to-all, the mean of dispatch and combine; when
+    balanced, tokens * top_k * (ep-1)/ep. experts: each rank first tells how many rows go to each
+    expert, in 8 bytes an expert.
     """
     rows = tokens * top_k if remote_rows is None else remote_rows * ep / max(1, ep - 1)
     names = dict(R=rows, D=hidden, bytes=itemsize, E=experts, recompute=recompute)
@@ -1280,8 +1281,8 @@ def zero_traffic(params, ranks, stage=0, recipe="bf16", replicas=1, m=1, no_sync
 
 def _copies_traffic(model, lo, layers):
     """Tensor parallelism, one step: gradients of what several tp ranks hold. Under sp each copy of
-    a norm or a router saw other tokens; a norm of q and k saw other heads, a repeated key/value
-    head other queries, with sp and without."""
+    a norm or a router saw other tokens. With sp or without, a norm of q and k saw other heads, and
+    a repeated key/value head saw other queries."""
     listed = [w for x in layers for w in _by_layer(model)[x] if w.kind not in ("expert", "buffer")]
     size = 0
     for w in listed:
@@ -1294,8 +1295,8 @@ def _copies_traffic(model, lo, layers):
 
 
 def _twins_traffic(model, lo, layers, parts):
-    """Pipeline, one step: gradients of what two pipeline ranks hold, a tied embedding whose ends
-    lie apart or, with DualPipe, every stage."""
+    """Pipeline, one step: gradients of what two pipeline ranks hold: a tied embedding with its ends
+    on different ranks or, under DualPipe, every stage."""
     ends, size = {-1, model.layers} & {*layers}, 0
     if lo.schedule == "dualpipe" and lo.pp > 1:
         size = group_size(parts, "dense") + group_size(parts, "expert")

@@ -359,8 +359,8 @@ def run_compute(
     step, (_, hbm) = seconds * batch / tokens, data_sheet(gpu)
     hours_apart, save = hours_between_failures(gpus), 60.0
     interval = daly_interval(save, 3600 * hours_apart)
-    lost = lost_share(interval, save, 3600 * hours_apart, 600.0)
-    paid = spent * (1 + spares) / max(1e-9, 1 - lost)
+    losses = lost_share(interval, save, 3600 * hours_apart, 600.0)
+    paid = spent * (1 + spares) / max(1e-9, 1 - losses)
     cost = lambda hours: " to ".join(f"{hours * each:,.0f}" for each in price)
     state = state_items(count_parameters(model))
     on_disk = sum(state.values()) - state["gradients"]
@@ -372,7 +372,7 @@ def run_compute(
         *[f"{busy}, of {hbm / 1e12:g} TB/s"] * (moved > 0),
         f"{spent:,.0f} GPU-hours at {' to '.join(f'{each:g}' for each in price)}: {cost(spent)}; "
         f"{seconds / 86400:,.1f} days",
-        f"with failures and checkpoints ({lost:.1%}) and spares ({spares:.1%}): "
+        f"with failures and checkpoints ({losses:.1%}) and spares ({spares:.1%}): "
         f"{paid:,.0f} GPU-hours, {cost(paid)}",
         f"a checkpoint (weights, master, moments) is {quantity(on_disk, 'bytes')}, one every "
         f"{interval / 60:,.0f} minutes",
@@ -475,15 +475,15 @@ def run_designs(
         net, top = Topology(outer=design["between"] * 1e9), heaviest(estimate(model, lo))
         mfu = modelled_mfu(model, lo, net, peak_flops(gpu), kernels)
         hours = hours_between_failures(lo.world)
-        lost = lost_share(daly_interval(save, 3600 * hours), save, 3600 * hours, 600)
+        losses = lost_share(daly_interval(save, 3600 * hours), save, 3600 * hours, 600)
         flops = flops_per_token(model, lo.seq, "causal") * design["tokens"]
-        days = training_days(flops, lo.world, peak_flops(gpu) * mfu) / (1 - lost)
+        days = training_days(flops, lo.world, peak_flops(gpu) * mfu) / (1 - losses)
         tiers = Counter()
         for x in traffic(model, lo, 0):
             tiers[net.leaves_node(lo, x.axis)] += x.sent / GiB
         row = {"design": design["name"], "GPUs": lo.world, "peak GiB": top.peak / GiB}
         row |= {"verdict": top.verdict(hbm * GiB), "GiB in a node": float(tiers[False])}
-        row |= {"between nodes": float(tiers[True]), "MFU %": 100 * mfu, "lost %": 100 * lost}
+        row |= {"between nodes": float(tiers[True]), "MFU %": 100 * mfu, "lost %": 100 * losses}
         row["days"] = days
         rows.append(row | {"_layout": " ".join(as_flags(lo)), "_line": design["line"]})
         change = ""

@@ -22,8 +22,9 @@ class Config:
         model_type = config.get("model_type", "(no model_type)")
         self.family = nearest(model_type, FAMILIES, "model_type")
         self.row = FAMILIES[self.family]
-        given = {key: value for key, value in config.items() if value is not None}
-        self.config, self.read = self.row.get("defaults", {}) | given, {"model_type", "text_config"}
+        present = {key: value for key, value in config.items() if value is not None}
+        self.config = self.row.get("defaults", {}) | present
+        self.read = {"model_type", "text_config"}
 
     def refusal(self, why):
         return ValueError(f"config.json of {self.name}: {why}")
@@ -51,20 +52,20 @@ class Config:
 
     def layer_numbers(self, key, layers):
         """A list of layers, or nothing."""
-        found = self.get(key, [])
-        if not isinstance(found, list) or not {*map(str, found)} <= {*map(str, range(layers))}:
-            raise self.refusal(f"{key} is {found!r}, not a list of layers 0 to {layers - 1}")
-        return found
+        numbers = self.get(key, [])
+        if not isinstance(numbers, list) or not {*map(str, numbers)} <= {*map(str, range(layers))}:
+            raise self.refusal(f"{key} is {numbers!r}, not a list of layers 0 to {layers - 1}")
+        return numbers
 
     def notes(self):
         """Sentences on keys of parts that are not counted, and on keys that are not known."""
-        apart = FAMILIES_FILE["not_counted"]
-        said = [f"not counted: {words} ({key})" for key, words in apart.items()
+        uncounted = FAMILIES_FILE["not_counted"]
+        said = [f"not counted: {words} ({key})" for key, words in uncounted.items()
                 if self.config.get(key) and key not in self.read]  # fmt: skip
         head = next((x for x in self.config.get("architectures", []) if "CausalLM" not in x), "")
         if "Classification" in head or "Reward" in head:
             said.append(f"not counted: the head of {head}")
-        known = self.read | {*apart, *FAMILIES_FILE["harmless"]}
+        known = self.read | {*uncounted, *FAMILIES_FILE["harmless"]}
         unknown = sorted(key for key, value in self.config.items() if value and key not in known)
         if unknown:
             said.append(f"not understood, and left out: {', '.join(unknown)}")
