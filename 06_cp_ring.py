@@ -810,7 +810,7 @@ def attention_rows(group, pair, device, K=2):
     gather = "all-gather", partial(all_gather_attention, **whole), 2 * (n - 1) * K, n * K
     ulysses = "Ulysses", partial(ulysses_attention, **whole), traded(n, Kn), Kn
     heads_sent = traded(u, Ku) + around(m, Ku)
-    both = f"Ulysses {u}×{m} ring", partial(ulysses_ring_attention, **pairs), heads_sent, Ku
+    both = "Ulysses×ring", partial(ulysses_ring_attention, **pairs), heads_sent, Ku
     plain = case()
     claims = [(*way, "zigzag", "", plain) for way in (ring, gather, ulysses, both)]
     claims += [(*ring, layout, "", plain) for layout in ("contiguous", "striped")]
@@ -819,24 +819,24 @@ def attention_rows(group, pair, device, K=2):
     others = {
         ", packed documents": case(packed=True),
         ", a window of 7": case(window=7),
-        ", not causal, scale, width": case(causal=False, scale=0.5, width=12),
+        ", not causal, v of 12": case(causal=False, scale=0.5, width=12),
     }
     ways = ring, gather, ulysses, both
     claims += [(*way, "zigzag", *other) for other in others.items() for way in ways]
     outer = partial(shard, group=pair[1], inner=u)
     rows = []
-    for name, attend, heads_sent, K_kept, layout, of, case in claims:
+    for name, attend, heads_sent, K_kept, layout, setting, case in claims:
         cut = partial(shard, group=group, layout=layout)
         if "×" in name:
             cut = lambda x, fill=0: shard(outer(x, fill=fill), pair[0], "contiguous", fill)
         else:
             attend = partial(attend, layout=layout)
-        with patch.dict(FUSED, clear="written out" in of):
+        with patch.dict(FUSED, clear="written out" in setting):
             _, error, sent, kept = case.run(attend, cut)
         tokens_8 = 8 * len(case.d_out) * cut(case.d_out).shape[1]
         head = tokens_8 * (case.qkv[0].shape[-1] + case.qkv[2].shape[-1])
         held = head * (H + K_kept) + tokens_8 * H  # q, out, k, v; log-sum-exp
-        name += f", {layout}" * (layout != "zigzag") + of
+        name += f", {layout}" * (layout != "zigzag") + setting
         rows.append(Row(name, error, (sent, head * heads_sent), (kept, held)))
     return rows
 

@@ -657,6 +657,10 @@ def test_rotation_turns_by_the_distance_alone():
     assert turned.tolist() == pytest.approx(
         [math.cos(2), math.cos(0.02), math.sin(2), math.sin(0.02)]
     )
+    far = torch.tensor([1001, 4097])  # angles in bf16 would be off by whole turns
+    both = q[0].expand(1, 2, 1, 8)
+    narrow, wide = (cp.rotate(both.to(dtype), far) for dtype in (torch.bfloat16, q.dtype))
+    assert cp.relative_error(narrow.double(), wide) < 0.02
 
 
 @pytest.mark.parametrize("S, padded", [(9, 12), (2, 4), (1, 4), (12, 12)])
