@@ -393,16 +393,15 @@ class _Sharded(nn.Module):
 
     def __init__(self, group, sp, specs):
         super().__init__()
-        if sp not in LADDER:  # sp=False would be taken for a sequence that is split
+        if sp not in LADDER:
             raise ValueError(f"sp={sp!r}: use one of {tuple(LADDER)}")
         self.group, self.sp, self.shard_spec = group, sp, specs
-        self.column, self.row = LADDER[sp]
 
     def part(self, whole, spec):
         """This rank's part of a whole tensor, as a parameter. Every rank draws the whole tensor, so
         every n starts from the same weights."""
         n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        return refuse_torchs_clipping(nn.Parameter(shard(whole, spec, n, rank).contiguous()))
+        return refuse_torchs_clipping(nn.Parameter(shard(whole, spec, n, rank)))
 
 
 class ColumnParallelLinear(_Sharded):
@@ -419,7 +418,8 @@ class ColumnParallelLinear(_Sharded):
         self.bias = self.part(torch.zeros(n_out), spec) if bias else None
 
     def forward(self, x):
-        y = self.column(to_autocast_dtype(x), self.weight, self.group)
+        column, _ = LADDER[self.sp]
+        y = column(to_autocast_dtype(x), self.weight, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -435,7 +435,8 @@ class RowParallelLinear(_Sharded):
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
 
     def forward(self, x):
-        y = self.row(x, self.weight, self.group)
+        _, row = LADDER[self.sp]
+        y = row(x, self.weight, self.group)
         # Q3.2 * y is already the sum over the ranks, and every rank holds the bias. Where is the
         #        bias added, and why not before the sum?
         #        hint: n times the bias would train as well, and differ from one process
@@ -718,19 +719,22 @@ class _Overlapped(torch.autograd.Function):
         return d_x, d_weight, None, None
 
 
-def overlapped(column):
-    """The rung's column_parallel(), or else its row_parallel()."""
-    return lambda x, weight, group: _Overlapped.apply(
-        to_autocast_dtype(x), to_autocast_dtype(weight), group, column
-    )
+def column_parallel_overlap(x_BsD, weight, group):
+    """column_parallel_regather() in chunks."""
+    return _Overlapped.apply(x_BsD, to_autocast_dtype(weight), group, True)
 
 
-LADDER["overlap"] = overlapped(column=True), overlapped(column=False)
+def row_parallel_overlap(x, weight, group):
+    """row_parallel_sp() in chunks."""
+    return _Overlapped.apply(to_autocast_dtype(x), to_autocast_dtype(weight), group, False)
+
+
+LADDER["overlap"] = (column_parallel_overlap, row_parallel_overlap)
 
 
 def to_autocast_dtype(x):
-    """x in the dtype that torch.autocast, if it is on, would cast x to for a product. So x travels
-    in that dtype, and the Functions above, which autocast does not look into, get one dtype."""
+    """x in the dtype that torch.autocast, if it is on, would give it for a product. So x travels in
+    that dtype, and both factors in _Overlapped have it: autocast does not see into a Function."""
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
