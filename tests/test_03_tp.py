@@ -233,6 +233,18 @@ def test_chunks_travel_while_others_are_multiplied():
         assert order == ["matmul", "all_to_all_single"] * 4 + ["wait"] * 4
 
 
+def test_x_is_gathered_again_beside_the_product_of_backward():
+    def order():
+        layer = tp.ColumnParallelLinear(4, 4, world(), sp="overlap")
+        y = layer(torch.ones(1, 4, 4).requires_grad_())
+        with tp.Ledger() as ledger:
+            y.sum().backward()
+        return [event.what for event in ledger.events]
+
+    calls = ["all_gather_single", *["all_to_all_single"] * 4, *["wait"] * 5]
+    assert on_ranks(2, order) == [calls] * 2
+
+
 @question("Q3.6")
 def test_chunks_need_not_divide_the_tokens():
     def products(S):
@@ -357,7 +369,7 @@ def test_under_autocast_regathering_keeps_less():
             return tp.kept_bytes(block, torch.randn(2, 8, 32).requires_grad_(), torch.arange(16))
 
     keep, regather = (on_ranks(2, kept, sp)[0] for sp in ("keep", "regather"))
-    tokens, weights = 2 * (2 * 8 * 32), (32 + 48) * 32  # of qkv and gate_up, on the other rank; here
+    tokens, weights = 2 * (2 * 8 * 32), (32 + 48) * 32  # of qkv and gate_up
     assert keep - regather == 2 * (tokens + weights)  # bf16; the casts of weights it holds unseen
 
 
