@@ -1,64 +1,51 @@
-"""02 · ZeRO: nobody holds what somebody else holds already
+"""02 · ZeRO: shard what data parallel ranks copy
 
-Data parallel ranks keep n copies of everything. ZeRO cuts the copies into n shards: first of the
-optimizer's state, then of the gradients, then of the parameters. What a rank lacks it gathers when
-it needs it, so each stage is the one before and one thing freed.
+Data parallel ranks keep n copies of the parameters, of the gradients and of the optimizer's state.
+ZeRO cuts them into n shards, and each rank keeps one: stage 1 cuts the state, stage 2 the gradients
+too, stage 3 the parameters too. A rank that needs a whole parameter gathers it, and frees it after
+use. `step_by_hand` shows all three stages in one loop; the rest of the file does the same by hooks.
 
-    rank r holds, of P       parameters   gradients   optimizer   sent in a step, · (n-1)/n
-    stage 0  data parallel   all          all         all         2 P
-    stage 1  ZeRO-1          all          all         shard r     2 P
-    stage 2  ZeRO-2          all          shard r     shard r     (K+1) P   K micro-batches
-    stage 3  ZeRO-3, FSDP    shard r      shard r     shard r     3K P      two gathers, one sum
-    bytes, bf16, fp32 Adam   2            2           12          stage 0: 16 a parameter in all
+    a rank holds, of P       parameters   gradients   state   a rank sends in a step, P (n-1)/n ·
+    stage 0, data parallel   all          all         all     2
+    stage 1, ZeRO-1          all          all         P/n     2
+    stage 2, ZeRO-2          all          P/n         P/n     m + 1    m micro-batches
+    stage 3, ZeRO-3, FSDP    P/n          P/n         P/n     3 m      two gathers, one reduction
+    bytes of an element      2            2           12      in bf16, with fp32 AdamW
 
-    layout of a stage-3 unit (a block)        "flat", as FSDP1        "per_parameter", as FSDP2
-    zeros that pad it                         < n in all              < n rows a parameter
-    gathered parameters                       views, no copy          one copy more
-    frozen and trained ones in a unit         refused                 one collective each
-    two dtypes in a unit                      refused                 one collective each
-    a rank's part of a parameter              any run of elements     whole rows: a slice of dim 0
+    a unit of stage 3, such as a block    "flat", as FSDP1      "per_parameter", as FSDP2
+    zeros that fill its last row          fewer than n          fewer than n rows a parameter
+    gathered parameters are               views of one matrix   copies of its columns
+    frozen parameters, or a second dtype  are refused           form a shard of their own
+    a rank's part of a parameter          any run of elements   whole rows of dimension 0
 
     python 02_zero.py --stage 3              prove all stages, train with one of them
     torchrun --nproc-per-node 4 02_zero.py   the same, started by torchrun
 
 Guide: FSDP and ZeRO · DeepSpeed ZeRO stages · FSDP1 vs FSDP2 · FSDP eviction · Overlap and
-prefetch · Mixed precision · CPU offload. Its per-stage table does not follow from its own 16 bytes
-a parameter: the right one is printed below. Its FSDP peak lacks the gathered blocks. And ZeRO does
-not replicate state: a lost rank's shard is nowhere else, unless groups of shards are replicated.
+prefetch · Mixed precision · CPU offload. The guide's table of stages contradicts its own 16 bytes
+a parameter; the proof prints the right table. The guide's peak of FSDP lacks the gathered blocks.
+ZeRO does not replicate state: a lost rank's shard exists nowhere else, unless the shards of one
+group of ranks are replicated in another group (hybrid).
 
-Questions  Q2.1 * how many zeros?    Q2.2 ** whose square counts?    Q2.3 ** overwrite or add?
-           Q2.4 ** when may it leave?   Q2.5 *** what is fetched meanwhile?
+Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm?
+           Q2.3 ** where does the next micro-batch's gradient go?
+           Q2.4 ** which bucket may leave?   Q2.5 *** which unit is gathered during computation?
 """
-# P parameters · n ranks that share them · s of a shard, (n, s) the whole · r this rank
-# K micro-batches · B samples, S bytes of one, b of them here · D width · V vocabulary (256)
+# n ranks · r this rank · m micro-batches · B sequences · b sequences of this rank
+# S tokens of a sequence · D width · V vocabulary · P parameters
+# A small p is this rank's part of P: an (n, p) matrix has a row for each rank.
 
-import argparse
-import inspect
-import logging
-import math
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
-from pathlib import Path
-from pydoc_data.topics import topics
-from unittest.mock import patch
+from itertools import accumulate, zip_longest
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["ZeroOptimizer", "fully_shard", "gathered"]
@@ -68,7 +55,7 @@ __all__ = ["ZeroOptimizer", "fully_shard", "gathered"]
 
 
 class Block(nn.Module):
-    """An MLP on a normed copy of the residual stream: (b, S, D) to itself."""
+    """An MLP on a normed copy of the residual stream: (b, S, D) to (b, S, D)."""
 
     def __init__(self, D):
         super().__init__()
@@ -79,8 +66,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next byte (b, S, V): position-wise, for state is the subject
-    here. Blocks are the units of stage 3; what remains, both ends, is one more."""
+    """Bytes (b, S) to logits of the next byte (b, S, V). It has no attention: ZeRO is about state,
+    and a model without attention has the same kinds of state."""
 
     def __init__(self, D=128, layers=4, V=256):
         super().__init__()
@@ -92,44 +79,150 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(self.blocks(self.token(x_bS))))
 
 
-def loss_share(model, x_bS, y_bS, valid):
-    """This rank's part of the mean over the step's `valid` labels, on all ranks: parts add up."""
-    logits_bSV = model(x_bS).flatten(0, 1)
-    promoted = logits_bSV.to(torch.promote_types(logits_bSV.dtype, torch.float32))
-    return F.cross_entropy(promoted, y_bS.flatten(), reduction="sum") / valid
+def loss_share(logits_bSV, y_bS, num_labels):
+    """This rank's share of the mean loss over the num_labels labels of the step: the sum over its
+    own labels, divided by num_labels. The shares of all ranks and micro-batches add up to the mean,
+    so gradients are summed and never averaged. A label of -100 does not count."""
+    logits = logits_bSV.flatten(0, 1)
+    at_least_fp32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss_sum = F.cross_entropy(at_least_fp32, y_bS.flatten(), reduction="sum")
+    return loss_sum / max(num_labels, 1)
 
 
-# ── two collectives that begin, and are waited for ───────────────────────────────────────────
+# ── ZeRO by hand: three stages are one loop that differs in three ifs ────────────────────────
 
 
-def start_all_gather(rows_ns, row_s, group):
-    """Begin to fill rows_ns with every rank's row; no group is one rank. Returns a function that
-    waits for it."""
+class BlockShard:
+    """A block's parameters as one vector, filled up with zeros and cut into n equal rows. Rank r
+    keeps row r. For example a weight of 4 elements and a bias of 3, on 3 ranks:
+
+                           rank 0        rank 1        rank 2
+        row r, `own`       w0 w1 w2      w3 b0 b1      b2 0 0      7 elements, 2 zeros
+        after gather()     w0 w1 w2 w3 b0 b1 b2 0 0    on every rank; each sent its row twice
+        full gradients     1 1 1 1 1 1 1 2 2 2 2 2 2 2 4 4 4 4 4 4 4     of three batches
+        after reduce()     7 7 7         7 7 7         7 0 0       row r of the sum; 6 sent
+
+    A rank's optimizer steps `own` alone, so a rank has the state of 3 elements, not of 7."""
+
+    def __init__(self, block, group):
+        self.params, self.group = list(block.parameters()), group
+        self.shapes, self.n = [param.shape for param in self.params], dist.get_world_size(group)
+        rows_np = self.pack([param.detach() for param in self.params])
+        self.own = nn.Parameter(rows_np[dist.get_rank(group)].clone())
+
+    def pack(self, tensors):
+        """Tensors of the block's shapes as the matrix (n, p)."""
+        vector_P = torch.cat([tensor.flatten() for tensor in tensors])
+        return F.pad(vector_P, (0, -len(vector_P) % self.n)).view(self.n, -1)
+
+    def gather(self):
+        """Make the block's parameters whole: views of the gathered rows."""
+        rows_np = self.own.new_empty(self.n, len(self.own))
+        # all_gather over dp, p from each: every rank now holds all rows
+        dist.all_gather_single(rows_np.view(-1), self.own.detach(), group=self.group)
+        start = 0
+        for param, shape in zip(self.params, self.shapes):
+            param.data = rows_np.view(-1)[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+
+    def free(self):
+        """Drop the whole parameters; row r stays."""
+        for param in self.params:
+            param.data = self.own.new_empty(0)
+
+    def reduce(self):
+        """Sum the gradients over ranks into the gradient of row r, and drop the whole gradients."""
+        rows_np, sum_p = self.pack([param.grad for param in self.params]), self.own.new_empty(0)
+        sum_p.resize_(len(self.own))
+        # reduce_scatter(SUM) over dp, P: rank r now holds the sum of all rows r
+        dist.reduce_scatter_single(sum_p, rows_np.view(-1), group=self.group)
+        self.own.grad = sum_p if self.own.grad is None else self.own.grad + sum_p
+        for param in self.params:
+            param.grad = None
+
+
+def step_by_hand(stage, blocks, shards, optimizer, micro_batches, num_labels):
+    """A training step of ZeRO-1, 2 or 3. A block's activations are computed a second time in
+    backward, so that no whole parameter is needed between its forward and its backward. The
+    optimizer has this rank's rows. Returns this rank's share of the loss."""
+    loss = 0.0
+    for x, y_bS in micro_batches:
+        inputs = []
+        for block, shard in zip(blocks, shards):
+            inputs.append(x)
+            if stage == 3:
+                shard.gather()
+            with torch.no_grad():
+                x = block(x)
+            if stage == 3:
+                shard.free()
+        logits_bSV = x.requires_grad_()
+        share = loss_share(logits_bSV, y_bS, num_labels)
+        share.backward()
+        loss, d_x = loss + share.detach(), logits_bSV.grad
+        for block, shard, x in reversed([*zip(blocks, shards, inputs)]):
+            if stage == 3:
+                shard.gather()
+            x = x.detach().requires_grad_(x.is_floating_point())  # bytes have no gradient
+            block(x).backward(d_x)
+            d_x = x.grad
+            if stage >= 2:
+                shard.reduce()
+            if stage == 3:
+                shard.free()
+    for shard in shards if stage == 1 else ():
+        shard.reduce()
+    optimizer.step()
+    for shard in shards if stage < 3 else ():
+        shard.gather()  # every rank stepped another row
+    optimizer.zero_grad()
+    return loss
+
+
+# ── the same by hooks: two collectives that begin now and are waited for later ───────────────
+#
+# The loop above serves a list of blocks, waits for each collective, and computes each block twice.
+# The rest of the lesson serves any module, computes while collectives are under way, and keeps the
+# activations. Bare autograd drives it: hooks around a module's forward, and on its outputs' nodes.
+
+
+def start_all_gather(rows_np, row_p, group):
+    """Begin to fill rows_np with every rank's row. Returns a function that waits for the rows.
+    Without a group there is one rank."""
     if not group:
-        rows_ns[0].copy_(row_s)
+        rows_np[0].copy_(row_p)
         return lambda: None
-    # all_gather over dp, s from each: every rank will hold all rows
-    work = dist.all_gather_single(rows_ns.view(-1), row_s, group=group, async_op=True)
-    return lambda: (work.wait(), row_s)  # which must live until it has left
+    # all_gather over dp, p from each: every rank will hold all rows
+    work = dist.all_gather_single(rows_np.view(-1), row_p, group=group, async_op=True)
+
+    def wait(sent=row_p):  # the argument keeps the row alive until it has been sent
+        work.wait()
+
+    return wait
 
 
-def start_reduce_scatter(rows_ns, group):
-    """Begin to add up every rank's row r on rank r. Returns a function that waits for the sum (s,).
+def start_reduce_scatter(rows_np, group):
+    """Begin to add up every rank's row r on rank r. Returns a function that waits for the sum.
 
-    gloo's own reduce-scatter sends twice the ring's bytes, and blocks; an all-to-all and a local
-    sum send the least. The local sum also rounds once where a chain of sums rounds n-1 times.
+    gloo's own reduce-scatter blocks, and sends twice what a ring sends. An all-to-all and a local
+    sum send the least. The local sum rounds once, where a chain of sums rounds n - 1 times.
     """
     if not group:
-        return lambda: rows_ns[0]
+        return lambda: rows_np[0]
     if dist.get_backend(group) == "nccl":
-        sum_s = rows_ns.new_empty(rows_ns.shape[1])
+        sum_p = rows_np.new_empty(rows_np.shape[1])
         # reduce_scatter(SUM) over dp, P: rank r will hold the sum of all rows r
-        work = dist.reduce_scatter_single(sum_s, rows_ns.view(-1), group=group, async_op=True)
-        return lambda: (work.wait(), sum_s)[1]
-    parts_ns = torch.empty_like(rows_ns)
-    # all_to_all over dp, P: rank r will hold all rows r, and add them
-    work = dist.all_to_all_single(parts_ns, rows_ns, group=group, async_op=True)
-    return lambda: (work.wait(), parts_ns.sum(0))[1]
+        work = dist.reduce_scatter_single(sum_p, rows_np.view(-1), group=group, async_op=True)
+    else:
+        parts_np = torch.empty_like(rows_np)
+        # all_to_all over dp, P: rank r will hold all rows r, and add them
+        work = dist.all_to_all_single(parts_np, rows_np, group=group, async_op=True)
+
+    def wait(sent=rows_np):
+        work.wait()
+        return sum_p if dist.get_backend(group) == "nccl" else parts_np.sum(0)
+
+    return wait
 
 
 # ── the shard: what all stages are made of ───────────────────────────────────────────────────
@@ -140,6 +233,7 @@ class Piece:
     """What a rank holds of a parameter: its elements start:stop, flattened, at `where` in row r.
     `tensor` is what an optimizer steps: these elements, or a copy of them in fp32."""
 
+    index: int  # of the parameter in its shard
     param: nn.Parameter
     start: int
     stop: int
@@ -147,17 +241,34 @@ class Piece:
     tensor: torch.Tensor = None
 
 
-class Shard:
-    """Parameters of one dtype as a matrix (n, s): rank r keeps row r, and gathers the others.
+def cut(shapes, n, layout):
+    """The length p of a row, and for each tensor (column, width, start): element e of the tensor
+    stands in row (start + e) // width, at column + (start + e) % width.
 
-    The matrix is cells side by side, each cut into n rows: all parameters end to end in one cell
-    (layout "flat"), or a cell for each, of whole rows of dimension 0 ("per_parameter").
+    "flat" puts all tensors end to end and cuts once. "per_parameter" cuts every tensor between
+    rows of its dimension 0; row r has part r of each tensor, side by side.
+    """
+    # Q2.1 * n ranks get equal rows of a tensor whose length n may not divide. How long is a row?
+    #        hint: 19 elements over 8 ranks: rows of 3; 5 zeros fill the last two
+    row_length = lambda length: -(-length // n)
+    if layout == "flat":
+        *starts, numel = [0, *accumulate(shape.numel() for shape in shapes)]
+        return row_length(numel), [(0, row_length(numel), start) for start in starts]
+    widths = [row_length(shape[0] if shape else 1) * shape[1:].numel() for shape in shapes]
+    # /Q2.1
+    *columns, p = [0, *accumulate(widths)]
+    return p, [(column, width, 0) for column, width in zip(columns, widths)]
+
+
+class Shard:
+    """Parameters of one dtype as a matrix (n, p): rank r keeps row r, and gathers the others.
 
     Args: group, whose ranks have a row each (None: one row, n = 1); replicate_group, whose ranks
-    have the same row and add up its gradient; param_dtype, of what is gathered, and reduce_dtype,
-    of what is summed, where they are not the parameters' own.
-    `own` is row r (s,), `grad` the sum of its gradients since the last zero_grad, or None; `rows`
-    is the matrix while it is gathered, `whole` the parameters in it, or copied out of it.
+    have the same row and add up its gradient; layout, of `cut`; param_dtype, of what is gathered,
+    and reduce_dtype, of what is summed, where they are not the parameters' own.
+    `own` is row r (p,). `grad` is the sum of its gradients since the last zero_grad, or None, and
+    `used` counts for each parameter the gradients in that sum. `rows` is the matrix while it is
+    gathered; `full` has the parameters as views of it, or as copies of its columns.
     """
 
     def __init__(self, params, group, replicate_group=None, layout="flat",
@@ -165,54 +276,50 @@ class Shard:
         self.params, self.group, self.replicate_group = list(params), group, replicate_group
         self.n, self.r = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
         self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in self.params]
-        apart = [([shape], shape[1:].numel()) for shape in self.shapes]
-        self.cells = [(self.shapes, 1)] if layout == "flat" else apart  # what must stay together
-        rows_ns = self.pack([param.detach() for param in self.params])
-        self.own, self.grad = rows_ns[self.r], None
+        self.p, self.places = cut(self.shapes, self.n, layout)
+        self.row_parts = [list(self._parts(r)) for r in range(self.n)]
+        rows_np = self.pack([param.detach() for param in self.params])
+        self.own, self.grad, self.used = rows_np[self.r], None, 0
         self.state_dtype = torch.promote_types(self.own.dtype, torch.float32)
-        self.rows, self.pieces = rows_ns.to(param_dtype or rows_ns.dtype), list(self._pieces())
+        self.rows, self.is_flat = rows_np.to(param_dtype or rows_np.dtype), layout == "flat"
         views = self.unpack(self.rows)
-        self.whole = views if len(self.cells) == 1 else [view.clone() for view in views]
-        self.gathering, self.reducing, self.arrived, self.is_whole = None, None, set(), True
-        for param, whole in zip(self.params, self.whole):
-            param.data, param.shard = whole, self
-
-    def pack(self, tensors):
-        """Tensors of the parameters' shapes as (n, s). A cell is padded to n equal rows."""
-        tensors, cells = iter(tensors), []
-        for shapes, together in self.cells:
-            # Q2.1 * n ranks, equal rows, and a numel that n does not divide. How many zeros?
-            #        hint: 19 elements over 8 ranks want 5, not 19 % 8
-            flats = [next(tensors).reshape(-1) for _ in shapes]
-            missing = -sum(map(len, flats)) % (self.n * together)
-            cells.append(torch.cat([*flats, flats[0].new_zeros(missing)]).view(self.n, -1))
-            # /Q2.1
-        return torch.cat(cells, dim=1) if len(cells) > 1 else cells[0]
-
-    def _places(self):
-        """(cell's first column, its width, where in the cell flattened) of each parameter."""
-        column = 0
-        for shapes, together in self.cells:
-            ends = [0, *accumulate(shape.numel() for shape in shapes)]
-            width = -(-ends[-1] // (self.n * together)) * together
-            yield from ((column, width, begin, end) for begin, end in pairwise(ends))
-            column += width
-
-    def unpack(self, rows_ns):
-        """The tensors of a packed (n, s): views of it if it is one cell, copies if it is more."""
-        return [
-            rows_ns[:, column : column + width].reshape(-1)[begin:end].view(shape)
-            for shape, (column, width, begin, end) in zip(self.shapes, self._places())
+        self.full = views if self.is_flat else [view.clone() for view in views]
+        self.pieces = [
+            Piece(i, self.params[i], start, stop, slice(column, column + stop - start))
+            for i, start, stop, column in self.row_parts[self.r]
         ]
+        self.gathering, self.reducing, self.arrived, self.is_whole = None, None, set(), True
+        self.is_trained, self.summed = self.params[0].requires_grad, set()
+        for i, (param, full) in enumerate(zip(self.params, self.full)):
+            param.data, param.shard = full, self
+            if self.is_trained:
+                param.register_hook(partial(before_gradient, self, i))
 
-    def _pieces(self):
-        """What this rank holds. Padding is in no piece, so it gets no state, norm or checkpoint."""
-        for param, (column, width, begin, end) in zip(self.params, self._places()):
-            mine = self.r * width  # of the cell's elements, this rank has width from here
-            first, last = max(begin, mine), min(end, mine + width)
-            if first < last:
-                where = slice(column + first - mine, column + last - mine)
-                yield Piece(param, first - begin, last - begin, where)
+    def _parts(self, r):
+        """(index, start, stop, column) of each parameter that has elements in row r."""
+        for i, (shape, (column, width, begin)) in enumerate(zip(self.shapes, self.places)):
+            ends = (r * width - begin, (r + 1) * width - begin)
+            start, stop = (min(max(end, 0), shape.numel()) for end in ends)
+            if start < stop:  # padding is in no part, so it gets no state, norm or checkpoint
+                yield i, start, stop, column + begin + start - r * width
+
+    def pack(self, tensors, *last):
+        """Tensors of the parameters' shapes as the matrix (n, p), `last` at the end of each row."""
+        flats, parts = [tensor.reshape(-1) for tensor in tensors], []
+        zeros_p = flats[0].new_zeros(self.p)
+        for row in self.row_parts:
+            filled = 0
+            for i, start, stop, column in row:
+                parts += [zeros_p[: column - filled], flats[i][start:stop]]
+                filled = column + stop - start
+            parts += [zeros_p[: self.p - filled], *last]
+        return torch.cat(parts).view(self.n, -1)
+
+    def unpack(self, rows_np):
+        """The tensors of a packed (n, p): views of it in the layout "flat", else copies."""
+        cut = lambda column, width: rows_np[:, column : column + width].reshape(-1)
+        return [cut(column, width)[start : start + shape.numel()].view(shape)
+                for shape, (column, width, start) in zip(self.shapes, self.places)]  # fmt: skip
 
     def gather(self):
         """Begin to make the parameters whole."""
@@ -222,203 +329,300 @@ class Shard:
             self.gathering = start_all_gather(self.rows, own, self.group)
 
     def wait(self):
-        """Make the parameters whole: views of what was gathered, or copies of its columns."""
+        """Wait until the parameters are whole."""
         if not self.gathering:
             return
         self.gathering()
         self.gathering, self.is_whole = None, True
-        if len(self.cells) > 1:
-            for whole, part in zip(self.whole, self.unpack(self.rows)):
-                _resize(whole, whole.numel())
-                whole.copy_(part)
+        if not self.is_flat:
+            for full, part in zip(self.full, self.unpack(self.rows)):
+                _resize(full, full.numel())
+                full.copy_(part)
             _resize(self.rows, 0)
-        for param, whole in zip(self.params, self.whole):
-            param.data = whole
+        for param, full in zip(self.params, self.full):
+            param.data = full
 
     def free(self):
-        """Keep row r alone. The graph still holds views: their storage is emptied, and filled
-        again before backward reads it."""
+        """Keep row r alone: empty the storages of the whole parameters.
+
+        Autograd saved views of these storages in forward, for backward. As long as the graph lives,
+        no view can be dropped. But a view does not own memory, its storage does. So the storage is
+        resized to nothing, and the views stay, over no memory. Before backward reads a view,
+        gather() resizes the storage again and fills it with the same values: no step comes between.
+        Autograd's check for changed tensors does not see it, for it counts writes through tensors
+        that share a version, and the collective writes through another.
+        """
         if self.is_whole:
             for param in self.params:
                 param.data = self.rows.new_empty(0)
-            for tensor in (self.rows, *self.whole):
+            for tensor in (self.rows, *self.full):
                 _resize(tensor, 0)
         self.is_whole = False
 
     def reduce(self):
-        """Begin to sum the gradients over ranks, and free them; a parameter without one sends
-        zeros."""
-        found = zip(self.params, self.shapes)
-        zeros = self.rows.new_zeros
-        grads = [zeros(shape) if param.grad is None else param.grad for param, shape in found]
-        rows_ns = self.pack(grads).to(self.reduce_dtype or grads[0].dtype)
-        for param in self.params:
-            param.grad = None
+        """Begin to sum the gradients over ranks, and free them.
+
+        A parameter without a gradient here may have one on another rank, so zeros are sent for it.
+        Zeros from all ranks are not a gradient of zero: a parameter that no rank used must not
+        decay. So each row ends with a 1 or 0 for each parameter, and the same sum counts them.
+        """
+        drop_cleared_gradients(self)
+        new = [new_gradient(param) for param in self.params]
+        dtype = self.reduce_dtype or self.rows.dtype
+        zero = torch.zeros(1, dtype=dtype, device=self.own.device)
+        full = [zero.expand(shape.numel()) if grad is None else grad.to(dtype)
+                for grad, shape in zip(new, self.shapes)]  # fmt: skip
+        used = torch.tensor([float(grad is not None) for grad in new]).to(zero)
+        self.reducing = start_reduce_scatter(self.pack(full, used), self.group)
         self.arrived.clear()
-        self.reducing = start_reduce_scatter(rows_ns, self.group)
+        mark_as_reduced(self)
 
     def finish_reduce(self):
         """Wait for the sum of row r, and take it in."""
-        sum_s, self.reducing = self.reducing(), None
+        sum_p, self.reducing = self.reducing(), None
         if self.replicate_group:
-            # all_reduce(SUM) over the replicas, s: the shards of all groups add up
-            dist.all_reduce(sum_s, group=self.replicate_group)
-        # Q2.3 ** The full gradient is gone; the next micro-batch brings another. Where does it go?
+            # all_reduce(SUM) over the replicas, p: the shards of all groups add up
+            dist.all_reduce(sum_p, group=self.replicate_group)
+        sum_p, used = sum_p[: self.p], sum_p[self.p :]
+        # Q2.3 ** The full gradient is gone. The next micro-batch brings another one. Where does the
+        #         sum of the next micro-batch go?
         #         hint: three micro-batches of 1, 2 and 4 make 7
         if self.grad is None:
-            self.grad = sum_s.to(torch.promote_types(sum_s.dtype, self.own.dtype))
+            self.grad = sum_p.to(torch.promote_types(sum_p.dtype, self.own.dtype))
         else:
-            self.grad += sum_s
+            self.grad += sum_p
         # /Q2.3
+        self.used = self.used + used
 
-    def spread(self, row_s):
+    def spread(self, row_p):
         """Every rank's row, as tensors of the parameters' shapes on each rank."""
-        rows_ns = row_s.new_empty(self.n, len(row_s))
-        start_all_gather(rows_ns, row_s, self.group)()
-        return self.unpack(rows_ns)
+        rows_np = row_p.new_empty(self.n, len(row_p))
+        start_all_gather(rows_np, row_p, self.group)()
+        return self.unpack(rows_np)
 
 
 def _resize(tensor, numel):
-    tensor.untyped_storage().resize_(numel * tensor.element_size())
+    storage, nbytes = tensor.untyped_storage(), numel * tensor.element_size()
+    if storage.nbytes() != nbytes:
+        if not storage.resizable():
+            raise RuntimeError("numpy has a weight that ZeRO-3 must free: hand it a clone")
+        storage.resize_(nbytes)
 
 
-# ── stages 0, 1, 2: gradients are summed after backward, or while it runs ────────────────────
+# ── stages 0, 1, 2: gradients are reduced after backward, or while it runs ───────────────────
 
 
-class Reducer:
-    """Reduces shards in the order that `order()` lists, for all ranks must call collectives in one
-    order: all at once (finish), or each as backward completes it (ready, then finish is called by
-    backward's end). Two shards' full gradients fly at a time, no more."""
+class Reductions:
+    """Reductions under way, at most two: to send one is to wait for the one before.
 
-    def __init__(self, order):
-        self.order, self.left, self.flying = order, None, None
+    All ranks must call collectives in one order. A collective has no name: call number i of one
+    rank meets call number i of another, and if the first sums bucket A and the second bucket B, the
+    result is garbage or a hang. Autograd promises no order of gradients, and ranks may take
+    different branches. So the order of reductions never follows the gradients: it is a list.
+    `joined` says whether this rank reduced anything since the last step; a rank that skipped its
+    backward joins the others in catch_up, with no gradients.
+    """
 
-    def reset(self):
-        """Forget a backward that an exception ended."""
-        if self.flying:
-            self.flying.reducing()
-        for shard in self.order():
-            shard.arrived.clear()
-        self.left = self.flying = None
+    def __init__(self):
+        self.in_flight, self.joined = None, False
 
-    def begin(self):
-        """The first news of a backward: what is left in it, and what to do when it is over."""
-        if self.left is None:
-            self.left = list(self.order())
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+    def send(self, shard):
+        shard.reduce()
+        self.wait()
+        self.in_flight = shard
+
+    def wait(self):
+        if self.in_flight:
+            self.in_flight.finish_reduce()
+        self.in_flight = None
+
+    def drop(self):
+        """Forget the reduction in flight of a backward that ended in an exception."""
+        if self.in_flight:
+            self.in_flight.reducing()
+        self.in_flight = None
+
+
+class Buckets(Reductions):
+    """The shards of stages 0 to 2: reduced all at once, or in stage 2 as backward completes them.
+
+    No bucket is ready before the bucket before it. A bucket is complete when autograd has found all
+    of its gradients. On one rank bucket 2 may be complete first, on another bucket 1. Bucket 2 then
+    waits, and leaves right after bucket 1. What is incomplete when backward ends leaves then.
+    """
+
+    def __init__(self, shards):
+        super().__init__()
+        self.shards, self.left = shards, None
 
     def ready(self, param):
-        self.begin()
+        """Called by autograd when it has accumulated a parameter's gradient."""
+        if self.left is None:  # the first gradient of a backward
+            self.left = list(self.shards)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         param.shard.arrived.add(param)
-        # Q2.4 ** Gradients come one by one, not in the same order on every rank. Which shards go?
-        #         hint: a shard that is complete waits for those before it
+        # Q2.4 ** Gradients arrive one by one, and not in the same order on every rank. Which
+        #         buckets may leave now?
+        #         hint: a bucket that is complete waits for the buckets before it
         while self.left and len(self.left[0].arrived) == len(self.left[0].params):
-            self.launch(self.left.pop(0))
+            self.send(self.left.pop(0))
         # /Q2.4
 
-    def launch(self, shard=None):
-        """Send a shard's gradients off, and take in those of the one before it."""
-        if shard:
-            shard.reduce()
-        if self.flying:
-            self.flying.finish_reduce()
-        self.flying = shard
-
     def finish(self):
-        for shard in (*(self.order() if self.left is None else self.left), None):
-            self.launch(shard)
+        """Send what has not left, and wait for all sums."""
+        for shard in self.shards if self.left is None else self.left:
+            self.send(shard)
+        self.wait()
+        self.left, self.joined = None, True
+
+    def catch_up(self):
+        """Reduce the gradients that no backward of this rank reduced."""
+        params = (param for shard in self.shards for param in shard.params)
+        if not self.joined or any(new_gradient(param) is not None for param in params):
+            self.finish()
+
+    def drop(self):
+        super().drop()
+        for shard in self.shards:
+            shard.arrived.clear()
         self.left = None
 
 
 # ── stage 3: parameters are whole only while their unit computes ─────────────────────────────
 
 
-class Window(Reducer):
-    """The units under one root, in the order in which forward and backward enter them. The first
-    pass learns it, with all ranks compared; the next ones expect it, and prefetch by it."""
+class Window(Reductions):
+    """The units under one root, in the order in which forward and backward enter them.
+
+    The first pass learns the order, and compares it over ranks at every unit. Later passes follow
+    it. A rank that skips a unit still takes part in the collectives of this unit: `enter` visits
+    every unit in between. So ranks may skip different units, and what they skip has no gradient.
+
+    Prefetch: when a unit is whole and about to compute, the gather of the next unit begins. It runs
+    while the unit computes. Two units are whole at a time, the root apart, and no more.
+
+    In backward, a unit is done when the next one begins, unless it contains it: autograd runs the
+    operations of a later module first. Then its gradients are sent, and its parameters freed.
+    """
 
     def __init__(self, root, units, group):
-        super().__init__(self._completion)
+        super().__init__()
         self.root, self.units, self.group = root, units, group
-        self.orders, self.known, self.at = {"forward": [], "backward": []}, set(), 0
+        self.orders, self.known = {"forward": [], "backward": []}, set()
+        self.at, self.open, self.in_backward, self.went_forward = 0, [], False, False
 
-    def start(self):
-        """A forward of the root begins; what one that an exception ended left behind goes first."""
-        self.reset()
-        self.at = 0
+    def begin_forward(self):
+        """Start a pass at the root. First clean up after a pass that ended in an exception."""
+        self.drop()
+        self.at, self.open, self.in_backward = 0, [], False
         for unit in self.units:
             unit.free()
+            if any(param.numel() for shard in unit.shards for param in shard.params):
+                raise RuntimeError(f"{unit.name} has whole parameters: write them inside "
+                                   "gathered(), and run the model outside")  # fmt: skip
         for direction in self.orders.keys() - self.known:
             self.orders[direction].clear()
 
+    def enter_backward(self, unit):
+        """Called by autograd before it computes the gradients of a unit's operations."""
+        if not self.in_backward:
+            self.at, self.in_backward = 0, True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if unit not in self.open:
+            self.enter(unit, "backward")
+
     def enter(self, unit, direction):
-        """Gather a unit that is about to compute, and begin to gather the next."""
+        """Make a unit whole that is about to compute. Visit the units that this pass skipped."""
         order = self.orders[direction]
         if direction not in self.known:
             self._compare(unit, direction)
             order.append(unit)
-        self._expect(unit, direction)
-        self.at += 1
+        elif unit not in order[self.at :]:
+            expected = order[self.at].name if self.at < len(order) else "nothing more"
+            raise RuntimeError(
+                f"rank {dist.get_rank(self.group)}: {direction} entered {unit.name}, expected "
+                f"{expected}: a pass may skip units of the first pass, not repeat or reorder them"
+            )
+        while self.visit(direction) is not unit:
+            pass
+
+    def visit(self, direction):
+        """Make the next unit of the order whole, and begin to gather the one after it."""
+        order = self.orders[direction]
+        unit, self.at = order[self.at], self.at + 1
+        for other in list(self.open):
+            if unit not in other.inside and other not in unit.inside:
+                self.close(other)
+        self.open.append(unit)
         unit.gather()
         unit.wait()
-        # Q2.5 *** This unit is about to compute. Which gather may be in flight meanwhile?
+        # Q2.5 *** This unit is about to compute. Which gather may be in flight during that time?
         #          hint: the last pass went through the units in the order of this one
         if direction in self.known and unit.prefetch and self.at < len(order):
             order[self.at].gather()
         # /Q2.5
+        return unit
+
+    def close(self, unit):
+        """Free a unit that has computed; in backward, send its gradients first."""
+        self.open.remove(unit)
+        for shard in unit.shards if self.in_backward else ():
+            if shard.is_trained:
+                self.send(shard)
+        unit.free()
 
     def leave(self, direction):
-        self._expect(None, direction)
+        """End a pass: visit the units that were skipped at its end, and close all."""
+        while self.at < len(self.orders[direction]):
+            self.visit(direction)
+        for unit in self.open[::-1]:
+            self.close(unit)
         self.known.add(direction)
-
-    def _expect(self, unit, direction):
-        expected = [*self.orders[direction], None][self.at]
-        if unit is not expected:
-            name = lambda unit: unit.name if unit else "nothing more"
-            raise RuntimeError(
-                f"rank {dist.get_rank(self.group)}: {direction} entered {name(unit)}, expected "
-                f"{name(expected)}: every rank must call the same units, in the order of the first "
-                "pass"
-            )
-
-    def _compare(self, unit, direction):
-        stands = [(direction, unit) for direction in self.orders for unit in self.units]
-        device = next(shard.own.device for unit in self.units for shard in unit.shards)
-        mine = torch.tensor([stands.index((direction, unit))], device=device)
-        all_n = mine.new_empty(dist.get_world_size(self.group))
-        # all_gather over dp, 1 from each, in the first pass alone: where does every rank stand?
-        dist.all_gather_single(all_n, mine, group=self.group)
-        if len(all_n.unique()) > 1:
-            found = [(rank, *stands[i]) for rank, i in enumerate(all_n.tolist())]
-            stand = ", ".join(f"rank {rank} at {way} of {unit.name}" for rank, way, unit in found)
-            raise RuntimeError(f"ranks disagree on which unit comes next: {stand}")
-
-    def _completion(self):
-        """Backward completes units in the reverse of the order in which forward entered them."""
-        for unit in reversed(dict.fromkeys(self.orders["forward"])):
-            yield from (shard for shard in unit.shards if shard.params[0].requires_grad)
-
-    def begin(self):
-        if self.left is None:
-            self.at = 0
-        super().begin()
+        self.went_forward = True
 
     def finish(self):
-        super().finish()
-        for unit in self.units:
-            unit.free()
+        """Called by autograd when a backward is over."""
         self.leave("backward")
+        self.wait()
+        self.in_backward, self.joined = False, True
+
+    def catch_up(self):
+        """Take part in the collectives of a forward or a backward that this rank skipped."""
+        self.at = 0
+        if "forward" in self.known and not self.went_forward:
+            self.leave("forward")
+        self.at = 0
+        if "backward" in self.known and not self.joined:
+            self.in_backward = True
+            self.finish()
+
+    def _compare(self, unit, direction):
+        places = [(direction, unit) for direction in self.orders for unit in self.units]
+        shards = [shard for unit in self.units for shard in unit.shards]
+        here = torch.tensor([places.index((direction, unit))], device=shards[0].own.device)
+        all_n = here.new_empty(dist.get_world_size(self.group))
+        # all_gather over dp, 1 from each, in the first pass alone: where does every rank stand?
+        dist.all_gather_single(all_n, here, group=self.group)
+        if len(all_n.unique()) > 1:
+            stands = [(rank, *places[i]) for rank, i in enumerate(all_n.tolist())]
+            text = ", ".join(f"rank {rank} at {way} of {unit.name}" for rank, way, unit in stands)
+            raise RuntimeError(f"ranks disagree on which unit comes next: {text}")
 
 
 class Unit:
     """A module whose parameters are gathered and freed together, by hooks around its forward and
-    its backward."""
+    before the backward of all that its modules return."""
 
     def __init__(self, module, shards, prefetch):
         self.module, self.shards, self.prefetch = module, shards, prefetch
-        self.in_backward, self.window, self.name = False, None, None
+        self.inside, self.window, self.name = _units(module), None, None
+        hooked = {part for unit in self.inside for part in unit.module.modules()}
+        for part in set(module.modules()) - hooked:
+            part.register_forward_hook(self._watch)
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
+        module.register_state_dict_pre_hook(partial(refuse_unless_whole, self))
+        module.register_load_state_dict_pre_hook(partial(refuse_unless_whole, self))
 
     def gather(self):
         for shard in self.shards:
@@ -428,38 +632,59 @@ class Unit:
         for shard in self.shards:
             shard.wait()
 
-    def free(self, *_):
+    def free(self):
         self.wait()
         for shard in self.shards:
             shard.free()
-        self.in_backward = False
 
     def _before_forward(self, module, inputs):
-        if torch._C._current_graph_task_id() >= 0:  # in backward: a checkpoint runs this again
-            self._before_backward(None)
+        if _in_backward():  # a checkpoint computes the unit again
+            self.window.enter_backward(self)
             return
         if self is self.window.root:
-            self.window.start()
+            self.window.begin_forward()
         self.window.enter(self, "forward")
-        wanted = [x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.grad_fn]
-        if wanted:  # their gradients end this unit's backward; a leaf's may come before its end
-            register_multi_grad_hook(wanted, self.free)
 
     def _after_forward(self, module, inputs, output):
-        if self.in_backward:
+        if _in_backward():
             return
-        self.free()
-        for x in tree_leaves(output):
-            if torch.is_tensor(x) and x.grad_fn:  # runs after the next unit's hook on this tensor
-                x.grad_fn.register_prehook(self._before_backward)
         if self is self.window.root:
             self.window.leave("forward")
+        elif self in self.window.open:
+            self.window.close(self)
 
-    def _before_backward(self, _):
-        self.window.begin()
-        if not self.in_backward:
-            self.window.enter(self, "backward")
-        self.in_backward = True
+    def _watch(self, module, inputs, output):
+        """Backward may reach the unit by any tensor that one of its modules returned."""
+        for x in _tensors(output):
+            base = x._base if x._is_view() else x  # what is written into a view goes past its node
+            for node in {x.grad_fn, base.grad_fn} - {None}:
+                node.register_prehook(self._before_backward)
+
+    def _before_backward(self, gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("stage 3 frees parameters that create_graph=True would save: use a "
+                               "stage below 3 for gradients of gradients")  # fmt: skip
+        self.window.enter_backward(self)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("ZeRO-3 cannot copy a model: copy its state_dict() inside gathered()")
+
+
+def _in_backward():
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _tensors(output):
+    """All tensors in what a module returns: in lists, dictionaries, and dataclasses too."""
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors(vars(leaf))
+
+
+def _units(module):
+    return [part.zero_unit for part in module.modules() if hasattr(part, "zero_unit")]
 
 
 def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=True,
@@ -467,164 +692,149 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
     """Make a module a unit of ZeRO-3, in place: its parameters, less those of units inside it, are
     sharded over `group`, gathered just before use and freed after. Returns the module.
 
-    Call it on the inner modules first and on the root last, as torch's fully_shard; all ranks must
-    hold the same parameters. Outside forward and backward they are empty: see `gathered`.
-    replicate_group: ranks with the same shard, in other groups (hybrid). param_dtype: what is
-    gathered and computed in, the shard keeping its own dtype. Raises ValueError where the layout
-    cannot hold the module's parameters. Sources: Rajbhandari et al., arXiv:1910.02054, section
-    5.3; Zhao et al., arXiv:2304.11277, section 3.
+    Call it on the inner modules first and on the root last, as torch's fully_shard. Outside forward
+    and backward the parameters are empty: see `gathered`. replicate_group: ranks with the same
+    shard, in other groups (hybrid). param_dtype: what is gathered and computed in; the shard keeps
+    its own dtype. Raises ValueError where the layout cannot hold the module's parameters, or where
+    ranks disagree about them. Sources: Rajbhandari et al., arXiv:1910.02054, section 5.3; Zhao et
+    al., arXiv:2304.11277, section 3.
     """
     if hasattr(module, "zero_unit"):
         raise ValueError(f"{type(module).__name__} is a unit already")
     if layout not in ("flat", "per_parameter"):
         raise ValueError(f"layout {layout!r}: use 'flat' or 'per_parameter'")
     inside = {shard for unit in _units(module) for shard in unit.shards}
-    kinds = defaultdict(list)
+    kinds = defaultdict(dict)
     for name, param in module.named_parameters():
         shard = getattr(param, "shard", None)
         if shard is None:
-            kinds[param.dtype, param.requires_grad].append(param)
+            kinds[param.dtype, param.requires_grad][name] = param
         elif shard not in inside:
             raise ValueError(f"{name} belongs to another unit too: shard what contains both")
     if len(kinds) > 1 and layout == "flat":
-        found = ", ".join(f"{str(d)[6:]} {'trained' if g else 'frozen'}" for d, g in kinds)
+        held = ", ".join(f"{str(d)[6:]} {'trained' if g else 'frozen'}" for d, g in kinds)
         raise ValueError(
-            f"{type(module).__name__} holds {found} parameters, and a flat unit holds one kind: "
+            f"{type(module).__name__} holds {held} parameters, and a flat unit holds one kind: "
             "use layout='per_parameter', or make them units of their own"
         )
-    given = (group, replicate_group, layout, param_dtype, reduce_dtype)
-    shards = [Shard(params, *given) for params in kinds.values()]
-    module.zero_unit = unit = Unit(module, shards, prefetch)
+    for ranks in filter(None, (group, replicate_group)):
+        agree([describe(*each) for kind in kinds.values() for each in kind.items()], ranks)
+    options = (group, replicate_group, layout, param_dtype, reduce_dtype)
+    shards = [Shard(params.values(), *options) for params in kinds.values()]
+    unit = Unit(module, shards, prefetch)
+    module.zero_unit = unit
     window = Window(unit, _units(module), group)
     names = {part: name or "the root" for name, part in module.named_modules()}
     for each in window.units:
         each.window, each.name = window, names[each.module]
     for shard in shards:
-        shard.own = shard.own.clone()
+        shard.own, shard.unit = shard.own.clone(), unit
         shard.free()
-        for param in shard.params:
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda param: unit.window.ready(param))
     return module
-
-
-def _units(module):
-    return [part.zero_unit for part in module.modules() if hasattr(part, "zero_unit")]
 
 
 @contextmanager
 def gathered(module):
-    """Inside, every parameter is whole, to be read, saved or loaded; what is written is kept."""
+    """Inside, every parameter of the units is whole, to be read, saved or loaded. What is written
+    is kept, also if an exception ends the block. All ranks must write the same: if one wrote
+    something else, the block raises Disagreement at its end."""
     shards = [shard for unit in _units(module) for shard in unit.shards]
     for shard in shards:
-        for param, whole in zip(shard.params, shard.spread(shard.own)):
-            param.data = whole
-    yield module
-    for shard in shards:
-        shard.own.copy_(shard.pack([param.data for param in shard.params])[shard.r])
-        for param in shard.params:
-            param.data = shard.rows.new_empty(0)
+        for param, full in zip(shard.params, shard.spread(shard.own)):
+            param.data = full
+    try:
+        yield module
+        agree_on_content(module, shards)
+    finally:
+        for shard in shards:
+            shard.own.copy_(shard.pack([param.detach() for param in shard.params])[shard.r])
+            for param in shard.params:
+                param.data = shard.rows.new_empty(0)
 
 
 # ── the optimizer of all stages ──────────────────────────────────────────────────────────────
 
 
-def probe(optimizer_class, given, options=()):
-    """The defaults of an optimizer, and its state's names: True where a value belongs to each
-    element. Raises ValueError where a step of parts is not a part of the step."""
-    whole, grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    parts = [part.clone() for part in whole.flatten().split(14)]
-    stepped, defaults = [], optimizer_class([whole], **given).defaults
-    try:
-        for tensors in ([whole], parts):
-            group = {**dict(options), "params": tensors, "lr": 0.1}
-            optimizer = optimizer_class([group], **given)
-            for _ in range(2):
-                for tensor, part in zip(tensors, grad.flatten().split(tensors[0].numel())):
-                    tensor.grad = part.view_as(tensor)
-                optimizer.step()
-            stepped.append(torch.cat([tensor.flatten() for tensor in tensors]))
-        alike = torch.allclose(*stepped, rtol=1e-5)
-    except (TypeError, ValueError, RuntimeError):
-        alike = False
-    if not alike:
-        raise ValueError(
-            f"{optimizer_class.__name__} needs whole tensors, and a shard is a part of one: use an "
-            "optimizer that treats each element alone, such as AdamW or SGD"
-        )
-    state = optimizer.state[parts[0]]
-    return defaults, {name: torch.is_tensor(x) and x.dim() > 0 for name, x in state.items()}
-
-
 class ZeroOptimizer(torch.optim.Optimizer):
     """An element-wise torch.optim class whose state, gradients and parameters are sharded.
 
-    Args: param_groups, as torch's, each a dictionary with its own "group", the ranks that share
-    it, and if it is hybrid a "replicate_group"; "params" may be (name, parameter) pairs. stage, 0
-    to 3; 3 wants modules given to `fully_shard`, which knows the groups. offload, "cpu" or a
-    folder, where the optimizer's state is kept between steps. bucket_mb, of what is sent at once,
-    and reduce_dtype, that gradients are summed in, in stages 0 to 2. kwargs go to optimizer_class.
+    Args: param_groups, as torch's, each a dictionary with its own "group", the ranks that share it,
+    and if it is hybrid a "replicate_group"; "params" may be (name, parameter) pairs. stage, 0 to 3;
+    3 needs modules given to `fully_shard`, which knows the groups. offload, "cpu" or a folder,
+    where the optimizer's state is kept between steps. bucket_mb, of what is sent at once, and
+    reduce_dtype, that gradients are summed in, in stages 0 to 2. kwargs go to optimizer_class.
 
-    16-bit parameters get an fp32 master copy. Gradients are summed, never divided: in stages 2 and
-    3 by every backward, in 0 and 1 by the first call after the last. A parameter without one has a
-    gradient of zero, so every rank must call backward in a step; a stage-3 unit that no rank
-    entered is not stepped. Raises ValueError. The convention is that of torch's own
-    ZeroRedundancyOptimizer. Source: Rajbhandari et al., arXiv:1910.02054, section 5.
+    16-bit parameters get an fp32 copy, which is stepped. Gradients are summed over ranks, never
+    averaged: by every backward in stages 2 and 3, once in stages 0 and 1, when step, grad_norm_sq,
+    scale_gradients or clip_grad_norm is called. A parameter that no rank used is not stepped.
+    Raises ValueError. Torch's ZeroRedundancyOptimizer is called in the same way. Source:
+    Rajbhandari et al., arXiv:1910.02054, section 5.
     """
 
     def __init__(self, param_groups, optimizer_class, stage=1, offload=None,
                  bucket_mb=25, reduce_dtype=None, **kwargs):  # fmt: skip
         if stage not in range(4):
             raise ValueError(f"stage {stage!r}: use 0, 1, 2 or 3")
-        if offload and offload != "cpu" and not os.path.isdir(offload):
-            raise ValueError(f"offload {offload!r}: neither cpu nor a folder that exists")
         super().__init__(param_groups, probe(optimizer_class, kwargs)[0])
         options = map(self._options, self.param_groups)  # amsgrad or momentum may be one group's
         self.kinds = [probe(optimizer_class, kwargs, each)[1] for each in options]
-        self.stage, self.offload, self.homes = stage, offload, defaultdict(dict)
-        self.has_state, self.owner, self.names = False, {}, {}  # a parameter's group, and name
+        self.stage, self.stepped = stage, set()  # the parameters that have a state
+        self.owner, self.names = {}, {}  # a parameter's group, and its name
         for i, each in enumerate(self.param_groups):
             for k, param in enumerate(each["params"]):
                 self.owner[param] = i
                 self.names[param] = each.get("param_names", {k: f"{i}.{k}"})[k]
         self.index = {param: i for i, param in enumerate(self.owner)}
+        self.frozen = [param for param in self.owner if not param.requires_grad]
         trained = [param for param in self.owner if param.requires_grad]
-        find = self._units_of if stage == 3 else partial(self._buckets, bucket_mb, reduce_dtype)
-        self.shards = list(find(trained))
-        for shard in self.shards:  # each with an optimizer of its own, with the groups that we have
+        cut_buckets = partial(self._buckets, bucket_mb, reduce_dtype)
+        self.shards = list((self._shards_of_units if stage == 3 else cut_buckets)(trained))
+        agree_on_shards(self)
+        for shard in self.shards:  # each has an optimizer of its own, with the same groups
             groups = [{**self._options(each), "params": []} for each in self.param_groups]
             for piece in shard.pieces:
                 piece.tensor = shard.own[piece.where].to(shard.state_dtype)
                 groups[self.owner[piece.param]]["params"].append(piece.tensor)
             shard.optimizer = optimizer_class(groups, **kwargs)
-            self._send_home(shard)
-        self.reducer = Reducer(lambda: self.shards)
-        for param in trained if stage == 2 else ():
-            param.register_post_accumulate_grad_hook(self.reducer.ready)
+        self.offload = Offload(offload, self) if offload else None
+        if stage == 3:
+            self.reductions = list(dict.fromkeys(shard.unit.window for shard in self.shards))
+            return
+        self.reductions = [Buckets(self.shards)]
+        for param in trained:
+            hook = self.reductions[0].ready if stage == 2 else mark_as_local
+            param.register_post_accumulate_grad_hook(hook)
 
     def add_param_group(self, param_group):
         if hasattr(self, "shards"):
             raise ValueError("shards are cut once: give all parameter groups at the start")
         super().add_param_group(param_group)
 
-    def _units_of(self, params):
+    def _shards_of_units(self, params):
         for param in params:
             if not hasattr(param, "shard"):
                 raise ValueError(f"stage 3: call fully_shard on what holds {self.names[param]}")
-        return dict.fromkeys(param.shard for param in params)
+        shards = dict.fromkeys(param.shard for param in params)
+        for shard in shards:
+            if not self.owner.keys() >= set(shard.params):
+                raise ValueError(f"stage 3 steps whole units, and no parameter group has all of "
+                                 f"{shard.unit.name}")  # fmt: skip
+        return shards
 
     def _buckets(self, bucket_mb, reduce_dtype, params):
         """Shards of one dtype, device and group of ranks, of about bucket_mb MB each."""
-        buckets, filled = defaultdict(list), Counter()
-        for param in reversed(params):  # roughly as backward finds their gradients
+        buckets, filled = defaultdict(list), defaultdict(int)
+        for param in reversed(params):  # roughly the order of gradients in backward
             if hasattr(param, "shard"):
-                raise ValueError(f"{self.names[param]} is sharded already: that is stage 3")
+                raise ValueError(f"{self.names[param]} is sharded already")
             each = self.param_groups[self.owner[param]]
             if not each.get("group"):
                 raise ValueError('each parameter group needs a "group": the ranks that share it')
             kind = (each["group"], each.get("replicate_group"), param.dtype, param.device)
             filled[kind] += param.nbytes
             buckets[kind, filled[kind] // (bucket_mb * 1e6)].append(param)
+            if reduce_dtype:  # micro-batches add up in the wider dtype too
+                param.grad_dtype = torch.promote_types(param.dtype, reduce_dtype)
         for ((group, replicas, *_), _), bucket in buckets.items():
             if self.stage == 0:  # one row, and a copy of it on every rank
                 if replicas:
@@ -637,93 +847,68 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ours = ("params", "param_names", "group", "replicate_group")
         return {key: value for key, value in group.items() if key not in ours}
 
+    @torch.no_grad()
     def finish_reduce(self):
-        """Stages 0 and 1: sum over ranks the gradients since the last call."""
-        if any(param.grad is not None for shard in self.shards for param in shard.params):
-            self.reducer.finish()
+        """Sum over ranks what is not summed yet. All ranks must call it, as they call step."""
+        for param in self.frozen:
+            if param.requires_grad:
+                raise RuntimeError(f"{self.names[param]} was frozen when its optimizer was built: "
+                                   "choose what is trained before")  # fmt: skip
+        for shard in self.shards:
+            adopt(shard)
+            drop_cleared_gradients(shard)
+        for each in self.reductions:
+            each.catch_up()
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step this rank's shards; below stage 3, gather each while the next is stepped."""
+        """Step this rank's shards. Below stage 3, gather each while the next one is stepped."""
         loss = torch.enable_grad()(closure)() if closure else None
         self.finish_reduce()
-        for shard in self._at_hand():
-            if shard.grad is None:
-                continue
-            for inner, outer in zip(shard.optimizer.param_groups, self.param_groups):
-                inner.update(self._options(outer))  # such as the rate that a scheduler set
-            for piece in shard.pieces:
-                piece.tensor.grad = shard.grad[piece.where].to(piece.tensor.dtype)
-                if shard.own.dtype != shard.state_dtype:  # weights that were loaded since win
-                    own, master = shard.own[piece.where], piece.tensor
-                    torch.where(master.to(own.dtype) == own, master, own.to(master), out=master)
-            shard.optimizer.step()
-            for piece in shard.pieces:
-                piece.tensor.grad = None
-                if shard.own.dtype != shard.state_dtype:
-                    shard.own[piece.where] = piece.tensor
-            if self.stage < 3:
-                shard.is_whole = False
-                shard.gather()
-            self.has_state = True
+        for shard in self.offload.visit(self.shards) if self.offload else self.shards:
+            used = shard.used.tolist() if shard.grad is not None else []
+            if any(used):
+                self._step_shard(shard, used)
+                if self.stage < 3:
+                    shard.is_whole = False
+                    shard.gather()
         for shard in self.shards:
             shard.wait()
+        for each in self.reductions:
+            each.joined = each.went_forward = False
         return loss
 
+    def _step_shard(self, shard, used):
+        """Step the parameters of which some rank had a gradient; others keep what they are."""
+        for inner, outer in zip(shard.optimizer.param_groups, self.param_groups):
+            inner.update(self._options(outer))  # such as the rate that a scheduler set
+        for piece in shard.pieces:
+            if used[piece.index]:
+                piece.tensor.grad = shard.grad[piece.where].to(piece.tensor.dtype)
+            refresh(shard, piece)
+        shard.optimizer.step()
+        for piece in shard.pieces:
+            piece.tensor.grad = None
+            if shard.own.dtype != shard.state_dtype:
+                shard.own[piece.where] = piece.tensor
+        self.stepped |= {param for param, times in zip(shard.params, used) if times}
+
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, whole and sharded."""
-        self.reducer.reset()
+        """Drop all gradients, local ones and summed ones; or set those that exist to zero."""
+        for each in self.reductions:
+            each.drop()
+            each.joined = False
         for shard in self.shards:
-            shard.grad = None
-        super().zero_grad(set_to_none=True)
-
-    def _held(self, shard):
-        """(piece, what it has) of a shard: "param", which is stepped, and the optimizer's state."""
-        states = shard.optimizer.state
-        return [(x, {"param": x.tensor, **states.get(x.tensor, {})}) for x in shard.pieces]
-
-    # offload: between steps, what only a step needs is at home, on the CPU or in files
-
-    def _at_hand(self):
-        """The shards in turn, each with its state on its device, the next one's on its way."""
-        if not self.offload:
-            yield from self.shards
-            return
-        with ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(self._read, self.shards[0])
-            for shard, following in zip_longest(self.shards, self.shards[1:]):
-                for tensor, copy in zip(self._movable(shard).values(), coming.result()):
-                    tensor.data = copy
-                if following:
-                    coming = reader.submit(self._read, following)
-                yield shard
-                self._send_home(shard)
-
-    def _movable(self, shard):
-        """Master copies, and the optimizer's tensors with a value for each element, by name."""
-        moves = {k: each for kinds in self.kinds for k, each in kinds.items()}
-        moves["param"] = shard.own.dtype != shard.state_dtype
-        pieces = enumerate(self._held(shard))
-        return {(i, name): held[name] for i, (_, held) in pieces for name in held if moves[name]}
-
-    def _read(self, shard):
-        homes = (self.homes[shard][key] for key in self._movable(shard))
-        return [home.to(shard.own.device, copy=True) for home in homes]
-
-    def _send_home(self, shard):
-        for key, tensor in self._movable(shard).items() if self.offload else ():
-            if key not in self.homes[shard]:
-                self.homes[shard][key] = self._new_home(tensor)
-            self.homes[shard][key].copy_(tensor)
-            tensor.data = self.homes[shard][key]
-
-    def _new_home(self, tensor):
-        if self.offload == "cpu":
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        with tempfile.NamedTemporaryFile(dir=self.offload) as file:  # the name goes, the map stays
-            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-
-    # the gradient's norm
+            for param in shard.params:
+                if set_to_none:
+                    param.grad = None
+                elif new_gradient(param) is not None:
+                    new_gradient(param).zero_()
+            if set_to_none:
+                shard.grad, shard.used = None, 0
+                shard.summed.clear()
+            elif shard.grad is not None:
+                shard.grad.zero_()
 
     @torch.no_grad()
     def grad_norm_sq(self):
@@ -732,7 +917,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.finish_reduce()
         total_G = torch.zeros(len(self.param_groups), device=self.shards[0].own.device).double()
         for group in dict.fromkeys(shard.group for shard in self.shards):
-            # Q2.2 ** A rank has shards, their padding, perhaps replicas. What is added to what?
+            # Q2.2 ** A rank has pieces of parameters, and perhaps replicas of other ranks' pieces.
+            #         Whose squares are added to make the norm of the whole gradient?
             #         hint: [3, 0] on one rank and [0, 4] on the other have a norm of 5
             square_G = torch.zeros_like(total_G)
             for shard in (shard for shard in self.shards if shard.group is group):
@@ -760,71 +946,302 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
-    # checkpoints
-
     def local_state(self):
         """(name, (start, stop), tensors) of each piece that this rank holds: elements start:stop
         of the flattened parameter, as "param", and the optimizer's state. Not copies."""
-        return [
-            (self.names[piece.param], (piece.start, piece.stop), held)
-            for shard in self.shards for piece, held in self._held(shard)
-        ]  # fmt: skip
+        return [(self.names[piece.param], (piece.start, piece.stop), held)
+                for shard in self.shards for piece, held in states_of(shard)]  # fmt: skip
 
-    @torch.no_grad()
     def state_dict(self):
         """The plain optimizer's state_dict on every rank, plus "master" beside 16-bit parameters.
-        All ranks must call it. A number that belongs to a tensor travels as a row of itself."""
-        state = defaultdict(dict)
-        for shard in self.shards:
-            masters = ["param"] * (shard.own.dtype != shard.state_dtype)
-            names = dict.fromkeys(k for kinds in self.kinds for k in kinds if self.has_state)
-            for name in [*names, *masters]:
-                row_s = torch.zeros_like(shard.own, dtype=shard.state_dtype)
-                for piece, held in self._held(shard):
-                    row_s[piece.where] = held.get(name, 0)
-                for param, whole in zip(shard.params, shard.spread(row_s)):
-                    kinds = {**self.kinds[self.owner[param]], "param": True}
-                    if name not in kinds:
-                        continue
-                    if not kinds[name]:
-                        whole = whole.flatten()[0].cpu()
-                    key = "master" if name == "param" else name
-                    state[self.index[param]][key] = whole.clone()
-        indices = [[self.index[param] for param in each["params"]] for each in self.param_groups]
-        options = [self._options(each) for each in self.param_groups]
-        groups = [{**each, "params": params} for each, params in zip(options, indices)]
-        return {"state": dict(state), "param_groups": groups}
+        All ranks must call it."""
+        return gather_state(self)
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Take this rank's pieces from a state_dict of any stage, number of ranks, or of the plain
         optimizer. Load the parameters first: without a "master" they are its start."""
-        both = self.param_groups, state_dict["param_groups"]
-        ours, theirs = ([len(each["params"]) for each in groups] for groups in both)
-        if ours != theirs:
-            raise ValueError(f"a state_dict of groups of {theirs} parameters, and ours are {ours}")
-        for each, saved in zip(*both):
-            each.update(self._options(saved))
-        for shard in self.shards:
-            for piece in shard.pieces:
-                saved = state_dict["state"].get(self.index[piece.param], {})
-                part = lambda whole: whole.flatten()[piece.start : piece.stop].to(piece.tensor)
-                master = part(saved["master"]) if "master" in saved else shard.own[piece.where]
-                piece.tensor.copy_(master)
-                shard.optimizer.state[piece.tensor] = {
-                    name: (part(saved[name]) if each else saved[name]).clone()
-                    for name, each in self.kinds[self.owner[piece.param]].items()
-                    if name in saved
-                }  # fmt: skip
-            self._send_home(shard)
-        self.has_state = bool(state_dict["state"])
+        load_state(self, state_dict)
 
 
-# ── proof ────────────────────────────────────────────────────────────────────────────────────
+# ── what a library adds ──────────────────────────────────────────────────────────────────────
+#
+# Nothing below is needed to understand ZeRO. It refuses in a sentence what would go wrong in
+# silence, keeps the optimizer's state elsewhere, and saves and loads.
+
+
+def probe(optimizer_class, kwargs, options=()):
+    """The defaults of an optimizer, and its state's names: True where a value belongs to each
+    element. Raises ValueError where a step of parts is not a part of the step."""
+    whole, grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    parts = [part.clone() for part in whole.flatten().split(14)]
+    stepped, defaults = [], optimizer_class([whole], **kwargs).defaults
+    try:
+        for tensors in ([whole], parts):
+            group = {**dict(options), "params": tensors, "lr": 0.1}
+            optimizer = optimizer_class([group], **kwargs)
+            for _ in range(2):
+                for tensor, part in zip(tensors, grad.flatten().split(tensors[0].numel())):
+                    tensor.grad = part.view_as(tensor)
+                optimizer.step()
+            stepped.append(torch.cat([tensor.flatten() for tensor in tensors]))
+        alike = torch.allclose(*stepped, rtol=1e-5)
+    except (TypeError, ValueError, RuntimeError):
+        alike = False
+    if not alike:
+        raise ValueError(
+            f"{optimizer_class.__name__} needs whole tensors, and a shard is a part of one: use an "
+            "optimizer that treats each element alone, such as AdamW or SGD"
+        )
+    state = optimizer.state[parts[0]]
+    return defaults, {name: torch.is_tensor(x) and x.dim() > 0 for name, x in state.items()}
+
+
+# ranks agree on what they share
+
+
+def describe(name, param):
+    """A parameter as a line of text that must be the same on all ranks."""
+    kind = "trained" if param.requires_grad else "frozen"
+    return f"{name}: {tuple(param.shape)}, {str(param.dtype)[6:]}, {kind}"
+
+
+def agree_on_shards(optimizer):
+    """Raise Disagreement unless the ranks of every group list the same parameters alike."""
+    lines = defaultdict(list)
+    for shard in optimizer.shards:
+        for group in filter(None, (shard.group, shard.replicate_group)):
+            lines[group] += [
+                f"group {optimizer.owner[param]}, {optimizer.names[param]}: {tuple(shape)}, "
+                f"{str(shard.own.dtype)[6:]}" for param, shape in zip(shard.params, shard.shapes)
+            ]  # fmt: skip
+    for group in lines:
+        agree(lines[group], group)
+
+
+def agree_on_content(module, shards):
+    """Raise Disagreement unless all ranks hold the same values in whole parameters."""
+    names, lines = {param: name for name, param in module.named_parameters()}, defaultdict(list)
+    for shard in shards:
+        for group in filter(None, (shard.group, shard.replicate_group)):
+            for param in shard.params:
+                content = param.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes()
+                digest = sha256(content).hexdigest()[:8]
+                lines[group].append(f"{names[param]} with content {digest}")
+    for group in lines:
+        agree(lines[group], group)
+
+
+# weights that somebody else writes
+
+
+def refuse_unless_whole(unit, *_):
+    """Raise RuntimeError where a state_dict would have the empty parameters of a unit."""
+    for shard in unit.shards:
+        if [param.shape for param in shard.params] != shard.shapes:
+            raise RuntimeError(f"ZeRO-3 keeps the parameters of {unit.name} in shards: call "
+                               "state_dict() and load_state_dict() inside gathered()")  # fmt: skip
+
+
+def adopt(shard):
+    """Take in what somebody put in a parameter's place, as `param.data = new` does."""
+    for param, full in zip(shard.params, shard.full) if shard.is_whole else ():
+        if param.data_ptr() != full.data_ptr():
+            if (param.shape, param.dtype) != (full.shape, full.dtype):
+                raise RuntimeError(f"a parameter of {tuple(full.shape)}, {full.dtype} became "
+                                   f"{tuple(param.shape)}, {param.dtype}")  # fmt: skip
+            full.copy_(param.detach())
+            param.data = full
+
+
+def refresh(shard, piece):
+    """Where a 16-bit weight was written since the last step, its fp32 copy starts from it."""
+    if shard.own.dtype != shard.state_dtype:
+        own, copy = shard.own[piece.where], piece.tensor
+        torch.where(copy.to(own.dtype) == own, copy, own.to(copy), out=copy)
+
+
+# gradients that somebody else reads or drops
+
+
+class LocalGradient(torch.Tensor):
+    """A gradient of this rank alone, not summed over ranks: its norm is no norm of the gradient."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if cls is InShards or "norm" in function.__name__:
+            raise RuntimeError("this gradient is not whole on one rank: use the ZeroOptimizer's "
+                               "clip_grad_norm, grad_norm_sq and zero_grad")  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+class InShards(LocalGradient):
+    """Stands in for a gradient that was summed and cut into shards. No torch function takes it."""
+
+
+def mark_as_local(param):
+    """Called by autograd in stages 0 and 1, when it has accumulated a gradient."""
+    if type(param.grad) is not LocalGradient:
+        param.grad = param.grad.as_subclass(LocalGradient)
+
+
+def mark_as_reduced(shard):
+    """Put stand-ins in the place of gradients. Setting one to None drops what it stands for."""
+    for param in shard.params:
+        nan = torch.full((), torch.nan, dtype=param.grad_dtype, device=param.device)
+        param.grad = nan.expand(param.shape).as_subclass(InShards)
+    shard.summed = set(range(len(shard.params)))
+
+
+def new_gradient(param):
+    """The gradient that was accumulated since the last reduction, or None."""
+    return None if type(param.grad) is InShards else param.grad
+
+
+def before_gradient(shard, i, gradient):
+    """Called by autograd before it accumulates: a stand-in is no tensor to add to."""
+    param = shard.params[i]
+    if type(param.grad) is InShards:
+        param.grad = None
+    elif param.grad is None:
+        drop_gradient(shard, i)
+
+
+def drop_cleared_gradients(shard):
+    """Drop the sums of parameters whose gradient was set to None, as model.zero_grad() does."""
+    for i in [i for i in shard.summed if shard.params[i].grad is None]:
+        drop_gradient(shard, i)
+
+
+def drop_gradient(shard, i):
+    """Drop a parameter's part of the sum."""
+    if i in shard.summed:
+        shard.summed.discard(i)
+        shard.used[i] = 0
+        for piece in shard.pieces:
+            if piece.index == i:
+                shard.grad[piece.where] = 0
+
+
+# offload: between steps, what only a step needs is at home, on the CPU or in files
+
+
+class Offload:
+    """Keeps the optimizer's state of each shard at home between steps: on the CPU, or in a folder's
+    files. The next shard's state is read while this one is stepped."""
+
+    def __init__(self, where, optimizer):
+        if where != "cpu" and not Path(where).is_dir():
+            raise ValueError(f"offload {where!r}: neither cpu nor a folder that exists")
+        self.where, self.optimizer, self.homes = where, optimizer, defaultdict(dict)
+        for shard in optimizer.shards:
+            self.send_home(shard)
+
+    def visit(self, shards):
+        """The shards in turn, each with its state on its device."""
+        with ThreadPoolExecutor(1) as reader:
+            coming = reader.submit(self._read, shards[0])
+            for shard, following in zip_longest(shards, shards[1:]):
+                for tensor, copy in zip(self._movable(shard).values(), coming.result()):
+                    tensor.data = copy
+                if following:
+                    coming = reader.submit(self._read, following)
+                yield shard
+                self.send_home(shard)
+
+    def send_home(self, shard):
+        """Copy a shard's state to its home, and leave it there."""
+        for key, tensor in self._movable(shard).items():
+            if key not in self.homes[shard]:
+                self.homes[shard][key] = self._new_home(tensor)
+            self.homes[shard][key].copy_(tensor)
+            tensor.data = self.homes[shard][key]
+
+    def _movable(self, shard):
+        """fp32 copies, and the optimizer's tensors with a value for each element, by name."""
+        moves = {k: each for kinds in self.optimizer.kinds for k, each in kinds.items()}
+        moves["param"] = shard.own.dtype != shard.state_dtype
+        pieces = enumerate(states_of(shard))
+        return {(i, name): held[name] for i, (_, held) in pieces for name in held if moves[name]}
+
+    def _read(self, shard):
+        homes = (self.homes[shard][key] for key in self._movable(shard))
+        return [home.to(shard.own.device, copy=True) for home in homes]
+
+    def _new_home(self, tensor):
+        if self.where == "cpu":
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        with tempfile.NamedTemporaryFile(dir=self.where) as file:  # the name goes, the map stays
+            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+
+
+# checkpoints
+
+
+def states_of(shard):
+    """(piece, tensors) of a shard: "param", which is stepped, and the optimizer's state."""
+    adopt(shard)
+    for piece in shard.pieces:
+        yield piece, {"param": piece.tensor, **shard.optimizer.state.get(piece.tensor, {})}
+
+
+@torch.no_grad()
+def gather_state(optimizer):
+    """The plain optimizer's state_dict. A number that belongs to a whole parameter, such as AdamW's
+    step, travels as a row of itself."""
+    state = defaultdict(dict)
+    for shard in optimizer.shards:
+        masters = ["param"] * (shard.own.dtype != shard.state_dtype)
+        for name in [*dict.fromkeys(name for kinds in optimizer.kinds for name in kinds), *masters]:
+            row_p = torch.zeros_like(shard.own, dtype=shard.state_dtype)
+            for piece, held in states_of(shard):
+                row_p[piece.where] = held.get(name, 0)
+            for param, whole in zip(shard.params, shard.spread(row_p)):
+                kinds = {**optimizer.kinds[optimizer.owner[param]], "param": True}
+                has_state = param in optimizer.stepped or name == "param"
+                if name in kinds and has_state and whole.numel():
+                    whole = whole.clone() if kinds[name] else whole.flatten()[0].clone().cpu()
+                    state[optimizer.index[param]]["master" if name == "param" else name] = whole
+    groups = optimizer.param_groups
+    indices = [[optimizer.index[param] for param in each["params"]] for each in groups]
+    options = [optimizer._options(each) for each in groups]
+    groups = [{**each, "params": params} for each, params in zip(options, indices)]
+    return {"state": dict(state), "param_groups": groups}
+
+
+@torch.no_grad()
+def load_state(optimizer, state_dict):
+    """Copy this rank's pieces of a state_dict, and its options."""
+    both = optimizer.param_groups, state_dict["param_groups"]
+    sizes = [[len(each["params"]) for each in groups] for groups in both]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"a state_dict of groups of {sizes[1]} parameters, not of {sizes[0]}")
+    for each, saved in zip(*both):
+        each.update(optimizer._options(saved))
+    state = {param: state_dict["state"].get(i, {}) for param, i in optimizer.index.items()}
+    optimizer.stepped = {param for param, saved in state.items() if saved.keys() - {"master"}}
+    for shard in optimizer.shards:
+        adopt(shard)
+        for piece in shard.pieces:
+            saved, tensor = state[piece.param], piece.tensor
+            part = lambda whole: whole.flatten()[piece.start : piece.stop].to(tensor)
+            tensor.copy_(part(saved["master"]) if "master" in saved else shard.own[piece.where])
+            shard.optimizer.state[tensor] = {
+                name: (part(saved[name]) if each else saved[name]).clone()
+                for name, each in optimizer.kinds[optimizer.owner[piece.param]].items()
+                if name in saved
+            }  # fmt: skip
+        if optimizer.offload:
+            optimizer.offload.send_home(shard)
+
+
+# ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
+
+SGD, CLIP = dict(lr=0.5, momentum=0.9), 0.3
 
 
 def sharded(model, stage, group, optimizer_class=torch.optim.AdamW, unit=None, **options):
-    """The optimizer of a model at a stage; at stage 3 its blocks are units, and both ends are one.
+    """The optimizer of a model at a stage. At stage 3 each block is a unit, and both ends are one.
     unit: further arguments of fully_shard; options: of ZeroOptimizer."""
     unit = {"group": group, **(unit or {})}
     for module in (*model.blocks, model) if stage == 3 else ():
@@ -834,135 +1251,197 @@ def sharded(model, stage, group, optimizer_class=torch.optim.AdamW, unit=None, *
 
 
 def tiny_model(device, dtype=torch.float64):
-    """A twin for the proof, the same from the same seed; few ranks divide its numbers."""
+    """A model for the proof, the same from the same seed. Few ranks divide its numbers."""
     torch.manual_seed(0)
     return LanguageModel(D=10, layers=4, V=31).to(device, dtype)
 
 
-def proof_batch(n, K, device, seed=1):
-    """[r][k]: the samples of rank r's k-th micro-batch, and their labels, from one of n · K."""
+def proof_batch(n, m, device, seed=1):
+    """[r][k]: the sequences of rank r's micro-batch k, and their labels."""
     draw = torch.Generator().manual_seed(seed)
-    x_BS, y_BS = torch.randint(31, (2, n * K, 8), generator=draw).to(device)
+    x_BS, y_BS = torch.randint(31, (2, n * m, 8), generator=draw).to(device)
+    assert len(x_BS.unique()) > 5 and len(y_BS.unique()) > 5  # one token alone would prove little
     micro_batches = list(zip(x_BS.split(1), y_BS.split(1)))
-    return [micro_batches[r * K : (r + 1) * K] for r in range(n)]
+    return [micro_batches[r * m : (r + 1) * m] for r in range(n)]
 
 
-def backward(model, micro_batches, valid):
+def backward(model, micro_batches, num_labels):
     """Backward of this rank's micro-batches. Returns its share of the loss."""
-    total = 0
+    total = 0.0
     for x_bS, y_bS in micro_batches:
-        (share := loss_share(model, x_bS, y_bS, valid)).backward()
+        share = loss_share(model(x_bS), y_bS, num_labels)
+        share.backward()
         total += share.detach()
     return total
 
 
-def train_step(model, optimizer, micro_batches, valid, clip=None):
-    """A step on this rank's micro-batches. Returns its share of the loss, the gradient's norm if it
-    is clipped, the bytes sent, and those held before the optimizer's step."""
+def train_step(model, optimizer, micro_batches, num_labels, clip=None):
+    """A step on this rank's micro-batches; without labels, none. Returns its share of the loss, the
+    gradient's norm if it is clipped, the bytes sent, and those held before the optimizer's step."""
     with Ledger() as ledger:
         optimizer.zero_grad()
-        loss = backward(model, micro_batches, valid)
+        loss = backward(model, micro_batches, num_labels)
         held = bytes_held(optimizer)
         norm = optimizer.clip_grad_norm(clip) if clip else None
-        optimizer.step()
+        if num_labels:
+            optimizer.step()
     return loss, norm, sum(ledger.sent.values()), held
 
 
-def plain(n, K, device, last_only=False):
-    """What `check` should find: torch's SGD on the twin, on the whole batch, or on each rank's last
-    micro-batch alone."""
-    model, batch = tiny_model(device), proof_batch(n, K, device)
+def plain_training(n, m, device, last_only=False, clip=CLIP):
+    """What ZeRO must equal: two steps of torch's SGD on the mean loss of the whole batch, or of
+    each rank's last micro-batch alone. Returns [loss, gradients, parameters]."""
+    model, batch = tiny_model(device), proof_batch(n, m, device)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    parts = [part for of_rank in batch for part in of_rank[-1 if last_only else 0 :]]
+    x_BS, y_BS = (torch.cat(parts) for parts in zip(*parts))
     for _ in range(2):
         optimizer.zero_grad()
-        backward(model, [b for part in batch for b in part[-1 if last_only else 0 :]], n * K * 8)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        loss = F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()) * len(parts) / (n * m)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return [param.grad for param in model.parameters()] + [*model.parameters()]
+    return [loss.detach(), *(param.grad for param in model.parameters()), *model.parameters()]
+
+
+def summed(loss, group):
+    """The loss of all ranks from their shares."""
+    # all_reduce(SUM) over dp, 1: for the reader, no rank needs it
+    dist.all_reduce(loss, group=group)
+    return loss
+
+
+def check(stage, m, among, device, dtype=torch.float64, optimizer_class=torch.optim.SGD, **unit):
+    """Two clipped steps at a stage on a batch divided over a group; the second finds momentum.
+    Returns [loss, gradients, parameters], the optimizer, and bytes sent and held in a step."""
+    n, r = dist.get_world_size(among), dist.get_rank(among)
+    model, batch = tiny_model(device, dtype), proof_batch(n, m, device)
+    options = SGD if optimizer_class is torch.optim.SGD else {}
+    optimizer = sharded(model, stage, among, optimizer_class, unit, bucket_mb=0.005, **options)
+    for _ in range(2):
+        loss, _, sent, held = train_step(model, optimizer, batch[r], n * m * 8, CLIP)
+    with gathered(model):
+        weights = [param.detach().clone() for param in model.parameters()]
+    tensors = [summed(loss, among), *whole_gradients(model, optimizer), *weights]
+    return tensors, optimizer, sent, held
 
 
 def whole_gradients(model, optimizer):
     """The summed gradients of all trained parameters, gathered, in the model's order."""
-    optimizer.finish_reduce()
-    found = {}
+    whole = {}
     for shard in optimizer.shards:
-        found.update(zip(shard.params, shard.spread(shard.grad)))
-    return [found[param] for param in model.parameters() if param in found]
+        whole.update(zip(shard.params, shard.spread(shard.grad)))
+    return [whole[param] for param in model.parameters() if param in whole]
 
 
-def off(found, wanted):
+def largest_error(tensors, references):
     """The largest relative error over pairs of tensors."""
-    return max(relative_error(f, w) for f, w in zip(found, wanted, strict=True))
+    return max(relative_error(*pair) for pair in zip(tensors, references, strict=True))
+
+
+def bytes_of(*lists):
+    """Bytes of the storages under each list of tensors; each storage counts once."""
+    seen, sums = set(), []
+    for tensors in lists:
+        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        sums.append(sum(sizes[key] for key in sizes.keys() - seen))
+        seen |= sizes.keys()
+    return sums
 
 
 def bytes_held(optimizer):
     """Bytes of this rank's storages: [parameters, gradients, optimizer's state]."""
-    shards, seen, sums = optimizer.shards, set(), []
-    params = [param for shard in shards for param in shard.params]
-    parameters = params + [t for shard in shards for t in (shard.own, shard.rows, *shard.whole)]
-    gradients = [x.grad for x in (*params, *shards) if x.grad is not None]
+    params = [param for shard in optimizer.shards for param in shard.params]
+    rows = [x for shard in optimizer.shards for x in (shard.own, shard.rows, *shard.full)]
+    gradients = [new_gradient(param) for param in params] + [x.grad for x in optimizer.shards]
     states = [x for *_, held in optimizer.local_state() for x in held.values() if x.dim()]
-    for tensors in (parameters, gradients, states):
-        found = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-        sums.append(sum(found[key] for key in found.keys() - seen))
-        seen |= found.keys()
-    return sums
+    return bytes_of(params + rows, [x for x in gradients if x is not None], states)
 
 
-def claimed(optimizer, K, sizes=(8, 8, 8)):
-    """By formula, from shapes alone: bytes that this rank sends in a clipped step of K
+def claimed(optimizer, m, sizes=(8, 8, 8)):
+    """By formula, from shapes alone: bytes that this rank sends in a clipped step of m
     micro-batches, and bytes that it holds before, as bytes_held. sizes: bytes of a parameter, of a
     gradient, and of what the optimizer adds, which has no padding."""
     held, stage = torch.zeros(3), optimizer.stage
-    among = {shard.group for shard in optimizer.shards} - {None}
     ring = lambda group: 1 - 1 / dist.get_world_size(group) if group else 0
+    among = {shard.group for shard in optimizer.shards} - {None}
     sent = sum(2 * ring(group) * 8 * len(optimizer.param_groups) for group in among)  # the norm
     for shard in optimizer.shards:
-        n, P, s, mine = shard.n, sum(shape.numel() for shape in shard.shapes), 0, 0
-        for shapes, together in shard.cells:
-            numel = sum(shape.numel() for shape in shapes)
-            s += (width := math.ceil(numel / together / n) * together)
-            mine += min(max(numel - shard.r * width, 0), width)
-        sent += sizes[0] * s * (n - 1) * (0, 2, K + 1, 3 * K)[stage]
-        sent += sizes[1] * s * 2 * ring(shard.replicate_group) * (1, 1, K, K)[stage]
-        held += torch.tensor([s if stage == 3 else n * s, P if stage < 2 else s, mine])
+        n, sizes_P = shard.n, [shape.numel() for shape in shard.shapes]
+        cuts = [(sum(sizes_P), 1)] if shard.is_flat else [
+            (P, P // shape[0]) for P, shape in zip(sizes_P, shard.shapes)]  # fmt: skip
+        widths = [(P, math.ceil(P / row / n) * row) for P, row in cuts]
+        p, k = sum(width for _, width in widths), len(sizes_P)  # a reduction counts k parameters
+        own = sum(min(max(P - shard.r * width, 0), width) for P, width in widths)
+        sent += sizes[0] * p * (n - 1) * (0, 1, 1, 2 * m)[stage]
+        sent += sizes[1] * (p + k) * (n - 1) * (0, 1, m, m)[stage]
+        sent += sizes[1] * (p + k) * 2 * ring(shard.replicate_group) * (1, 1, m, m)[stage]
+        gradients = sum(sizes_P) if stage < 2 else p + k
+        held += torch.tensor([p if stage == 3 else n * p, gradients, own])
     return sent, [int(x) for x in held * torch.tensor(sizes)]
 
 
-SGD, CLIP = dict(lr=0.5, momentum=0.9), 0.3
+def check_by_hand(stage, m, group, device):
+    """Two steps of step_by_hand. Returns [loss, parameters], and (measured, formula) of bytes sent
+    in the second step and of the most bytes held when gradients are reduced in it."""
+    n, model, most = dist.get_world_size(group), tiny_model(device), 0
+    blocks = [model.token, *model.blocks, nn.Sequential(model.norm, model.head)]
+    shards = [BlockShard(block, group) for block in blocks]
+    if stage == 3:
+        for shard in shards:
+            shard.free()
+    optimizer = torch.optim.SGD([shard.own for shard in shards], **SGD)
+    batch = proof_batch(n, m, device)[dist.get_rank(group)]
 
+    def reduce(shard, real=BlockShard.reduce):
+        nonlocal most
+        params, own = list(model.parameters()), [shard.own for shard in shards]
+        gradients = [x.grad for x in params + own if x.grad is not None]
+        state = [x for of_row in optimizer.state.values() for x in of_row.values()]
+        most = max(most, sum(bytes_of(params + own, gradients, state)))
+        real(shard)
 
-def check(stage, K, among, device, dtype=torch.float64, optimizer_class=torch.optim.SGD, **unit):
-    """Two clipped steps at a stage, a batch divided over a group: with momentum, so that the second
-    finds a state. Returns gradients and parameters, optimizer, bytes sent and held in a step."""
-    n, r = dist.get_world_size(among), dist.get_rank(among)
-    model, batch = tiny_model(device, dtype), proof_batch(n, K, device)
-    given = SGD if optimizer_class is torch.optim.SGD else {}
-    optimizer = sharded(model, stage, among, optimizer_class, unit, bucket_mb=0.005, **given)
     for _ in range(2):
-        *_, sent, held = train_step(model, optimizer, batch[r], n * K * 8, CLIP)
-    with gathered(model):
-        found = whole_gradients(model, optimizer) + [x.detach().clone() for x in model.parameters()]
-    return found, optimizer, sent, held
+        with Ledger() as ledger, patch.object(BlockShard, "reduce", reduce):
+            loss = step_by_hand(stage, blocks, shards, optimizer, batch, n * m * 8)
+    sizes = [sum(shape.numel() for shape in shard.shapes) for shard in shards]
+    rows = [math.ceil(P / n) for P in sizes]
+    p, P = sum(rows), sum(sizes)
+    sent = 8 * p * (n - 1) * (0, 2, m + 1, 3 * m)[stage]
+    reduced = [P if stage == 1 else p + size for size in sizes]  # gradients: all, or a block's
+    whole = [n * (row if stage == 3 else p) for row in rows]  # parameters: all, or a block's
+    held = 8 * max(2 * p + gradients + params for gradients, params in zip(reduced, whole))
+    for shard in shards:
+        shard.gather()
+    weights = [param.detach() for param in model.parameters()]
+    return [summed(loss, group), *weights], (sum(ledger.sent.values()), sent), (most, held)
 
 
 def proof(group, device, hybrid=None):
     """The rows of the table: every stage, and what forgetting an idea looks like. hybrid: a group
     to shard over, and one of replicas."""
-    n, cases = dist.get_world_size(group), {
+    n, m = dist.get_world_size(group), 3
+    loss, *gradients_and_weights = plain_training(n, m, device, clip=None)
+    weights = gradients_and_weights[len(gradients_and_weights) // 2 :]
+    for stage in (1, 2, 3):
+        found, sent, held = check_by_hand(stage, m, group, device)
+        error = largest_error(found, [loss, *weights])
+        yield Row(f"ZeRO-{stage} by hand, m = 3", error, sent, held)
+    cases = {
         "stage 0, data parallel": (0, {}), "ZeRO-1": (1, {}), "ZeRO-2": (2, {}), "ZeRO-3": (3, {}),
         "ZeRO-3, per parameter": (3, {"layout": "per_parameter"}),
     }  # fmt: skip
     if hybrid:
         both = dict(zip(("group", "replicate_group"), hybrid))
         cases |= {"hybrid ZeRO-1": (1, both), "hybrid ZeRO-3": (3, both)}
-    for K in (1, 3):
-        wanted = plain(n, K, device)
+    for m in (1, 3):
+        wanted = plain_training(n, m, device)
         for name, (stage, unit) in cases.items():
-            found, optimizer, sent, held = check(stage, K, group, device, **unit)
-            sent_claim, held_claim = claimed(optimizer, K)
-            name = f"{name}, K = {K}"
-            yield Row(name, off(found, wanted), (sent, sent_claim), (sum(held), sum(held_claim)))
+            found, optimizer, sent, held = check(stage, m, group, device, **unit)
+            sent_claim, held_claim = claimed(optimizer, m)
+            error, held = largest_error(found, wanted), (sum(held), sum(held_claim))
+            yield Row(f"{name}, m = {m}", error, (sent, sent_claim), held)
     if n > 1:
         yield from prove_order(group, device)
         yield from wrong_on_purpose(group, device)
@@ -971,15 +1450,16 @@ def proof(group, device, hybrid=None):
 def wrong_on_purpose(group, device):
     """Rows without one idea of the chapter, each with the error that it must show."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    wanted, last = plain(n, 3, device), plain(n, 3, device, last_only=True)
+    wanted, last = plain_training(n, 3, device), plain_training(n, 3, device, last_only=True)
 
     def overwrite(shard, real=Shard.finish_reduce):
         shard.grad = None
         real(shard)
 
     with patch.object(Shard, "finish_reduce", overwrite):
-        found, *_ = check(2, 3, group, device)
-    yield Row("a sum that overwrites the shard", off(found, wanted), wrong=off(last, wanted))
+        (_, *found), *_ = check(2, 3, group, device)
+    predicted = largest_error(last[1:], wanted[1:])
+    yield Row("a sum that overwrites the shard", largest_error(found, wanted[1:]), wrong=predicted)
 
     model, twin = tiny_model(device), tiny_model(device)
     optimizer, batch = sharded(model, 2, group), proof_batch(n, 1, device)
@@ -987,31 +1467,30 @@ def wrong_on_purpose(group, device):
     backward(twin, sum(batch, []), n * 8)
     (shard,) = optimizer.shards
     grads = {name: param.grad for name, param in twin.named_parameters()}
-    rows_ns = shard.pack([grads[optimizer.names[param]] for param in shard.params])
-    right, own = (rows_ns / rows_ns.norm(dim=dim, keepdim=True) for dim in ((0, 1), 1))
+    rows_np = shard.pack([grads[optimizer.names[param]] for param in shard.params])
+    right, own = (rows_np / rows_np.norm(dim=dim, keepdim=True) for dim in ((0, 1), 1))
     found = shard.pack(shard.spread(shard.grad / shard.grad.norm()))
     error, predicted = relative_error(found, right), relative_error(own, right)
     yield Row("clipped by each rank's own norm", error, wrong=predicted)
 
-    whole = torch.arange(1.0, 2 * n + 2, device=device).double()
-    s = (len(whole) + len(whole) % n) // n
-    if s * n < len(whole):  # for two ranks the remainder is its own complement
-        rows_ns = whole.new_empty(n, s)
-        start_all_gather(rows_ns, whole[r * s : (r + 1) * s].contiguous(), group)()
-        found = F.pad(rows_ns.flatten(), (0, len(whole) - n * s))
-        yield Row("padded by the remainder", relative_error(found, whole), wrong=1.0)
+    unused = nn.Parameter(torch.ones(2 * n, device=device).double())
+    options = dict(lr=0.1, weight_decay=0.5, stage=1)
+    optimizer = ZeroOptimizer([{"params": [unused], "group": group}], torch.optim.AdamW, **options)
+    unused.grad = torch.zeros_like(unused)  # what a rank without a gradient must not claim to have
+    optimizer.step()
+    error = relative_error(unused.detach(), torch.ones_like(unused))
+    yield Row("nobody's gradient taken for zeros", error, wrong=0.1 * 0.5)
 
 
 @contextmanager
 def watching(shards):
-    """A list that grows by (seconds, bytes gathered of each shard) whenever one comes or goes."""
-    seen, size = [], lambda x: (x.untyped_storage()._cdata, x.untyped_storage().nbytes())
+    """A list that grows by the bytes gathered of each shard whenever one comes or goes."""
+    seen = []
 
     def look(real):
         def call(shard):
             real(shard)
-            now = [sum(dict(map(size, (each.rows, *each.whole))).values()) for each in shards]
-            seen.append((time.perf_counter(), now))
+            seen.append([bytes_of((each.rows, *each.full))[0] for each in shards])
 
         return call
 
@@ -1024,26 +1503,26 @@ def orders(group, device):
     pass; "gradient" and "compute" are marked. And the most bytes stage 3 gathered in the step, with
     the formula: the root unit and two blocks."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    (micro_batch,) = proof_batch(n, 1, device)[r]
+    ((x_bS, y_bS),) = proof_batch(n, 1, device)[r]
     model = tiny_model(device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda _: ledger.mark("gradient"))
     sharded(model, 2, group, bucket_mb=0.005)
     with Ledger() as ledger:
-        backward(model, [micro_batch], 8)
+        backward(model, [(x_bS, y_bS)], 8)
     stage_2 = [event.what for event in ledger.events]
 
     model = tiny_model(device)
     optimizer = sharded(model, 3, group)
     for block in model.blocks:
         block.up.register_forward_pre_hook(lambda *_: ledger.mark("compute"))
-    backward(model, [micro_batch], 8)
+    backward(model, [(x_bS, y_bS)], 8)
     with Ledger() as ledger, watching(optimizer.shards) as seen:
-        share = loss_share(model, *micro_batch, 8)
+        share = loss_share(model(x_bS), y_bS, 8)
         stage_3 = [event.what for event in ledger.events]
         share.backward()
     whole = [8 * n * len(unit.shards[0].own) for unit in model.zero_unit.window.units]
-    return stage_2, stage_3, (max(sum(now) for _, now in seen), whole[0] + 2 * max(whole[1:]))
+    return stage_2, stage_3, (max(map(sum, seen)), whole[0] + 2 * max(whole[1:]))
 
 
 def in_flight(events, start, mark):
@@ -1053,13 +1532,13 @@ def in_flight(events, start, mark):
 
 
 def prove_order(group, device):
-    """Rows whose error is inf where something waits that should fly, all but the last bucket, and
-    but the root and the first block; and what is gathered at most beside the formula."""
+    """Rows whose error is inf where something waits that should be in flight: each bucket but the
+    last, each unit but the root and the first block. And the most bytes gathered, by formula."""
     stage_2, stage_3, gathered_bytes = orders(group, device)
     start = "reduce_scatter_single" if "nccl" in dist.get_backend() else "all_to_all_single"
     reduced = in_flight(stage_2, start, "gradient")[:-1]
     fetched = in_flight(stage_3, "all_gather_single", "compute")[2:]
-    error = lambda flown: 0.0 if min(flown) > 0 else math.inf
+    error = lambda counts: 0.0 if min(counts) > 0 else math.inf
     yield Row("ZeRO-2: backward goes on meanwhile", error(reduced))
     yield Row("ZeRO-3: a block computes meanwhile", error(fetched), held=gathered_bytes)
 
@@ -1069,7 +1548,7 @@ GUIDE = {16: (1400, 950, 600, 90), 256: (1400, 750, 350, 5.5)}  # its GB a rank 
 
 def parts_each(stage, n):
     """Bytes a rank holds for each parameter, padding aside: of it and of its gradient in bf16, and
-    of AdamW's master, m and v in fp32. Each stage cuts one more of the three, from the last."""
+    of AdamW's fp32 copy and two moments. Each stage cuts one more of the three, from the last."""
     return [size / (n if stage + i > 2 else 1) for i, size in enumerate((2, 2, 12))]
 
 
@@ -1099,70 +1578,64 @@ def per_stage_table(group, device):
 
 
 def build(args, group, device):
-    """The text of the run, its model and optimizer."""
+    """The model of the run, and its optimizer."""
     torch.manual_seed(0)
-    model, given = LanguageModel().to(device), dict(unit={"layout": args.layout}, lr=3e-3)
-    optimizer = sharded(model, args.stage, group, offload=args.offload, bucket_mb=0.5, **given)
-    return read_text(args.text, 0), model, optimizer
+    model = LanguageModel().to(device)
+    options = dict(unit={"layout": args.layout}, offload=args.offload, bucket_mb=0.5, lr=3e-3)
+    return model, sharded(model, args.stage, group, **options)
 
 
 def micro_batches(args, text, step, group, device):
-    """[k]: this rank's k-th part of a step's batch: samples, and their labels."""
+    """[k]: this rank's k-th part of a step's batch: sequences, and their labels."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
     parts = (x.to(device).tensor_split(n)[r] for x in sample(text, step, args.batch, 64))
     return list(zip(*(part.tensor_split(args.micro_batches) for part in parts)))
 
 
+def training(args, model, optimizer, group, device):
+    """Train; after each step yield (step, loss, norm, bytes sent, bytes held)."""
+    text = read_text(args.text, at_least=65)
+    for step in range(args.steps):
+        batch = micro_batches(args, text, step, group, device)
+        loss, *rest = train_step(model, optimizer, batch, args.batch * 64, clip=1.0)
+        yield step, summed(loss, group), *rest
+
+
 def train(args, group, device):
-    """Train on text; print the loss beside the unigram entropy, and what a step sends."""
-    text, model, optimizer = build(args, group, device)
+    """Train and print the loss beside the unigram entropy, and bytes beside formulas. 0 if all are
+    as claimed."""
+    model, optimizer = build(args, group, device)
     sent_claim, held_claim = claimed(optimizer, args.micro_batches, sizes=(4, 4, 8))
     P = sum(shape.numel() for shard in optimizer.shards for shape in shard.shapes)
-    say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text "
-        f"{unigram_entropy(text):.3f}\nstep   loss   norm  tokens/s    sent/step      formula"
-        "         held      formula")  # fmt: skip
-    units, as_claimed = len(model.zero_unit.window.units) if args.stage == 3 else 0, True
-    for step in range(args.steps):
-        started, valid = time.perf_counter(), args.batch * 64
-        batch = micro_batches(args, text, step, group, device)
-        loss, norm, sent, held = train_step(model, optimizer, batch, valid, clip=1.0)
-        # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
-        dist.all_reduce(loss, group=group)
+    entropy = unigram_entropy(read_text(args.text, at_least=65))
+    say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text {entropy:.3f}\n"
+        "step   loss   norm   bytes sent      formula   bytes held      formula")  # fmt: skip
+    units, broken = len(model.zero_unit.window.units) if args.stage == 3 else 0, False
+    for step, loss, norm, sent, held in training(args, model, optimizer, group, device):
         first = 16 * (dist.get_world_size(group) - 1) * units * (not step)  # orders compared
         sizes = sent, sent_claim + first, sum(held), sum(held_claim[: 3 if step else 2])
-        as_claimed &= abs(sizes[0] - sizes[1]) < 0.5 and sizes[2] == sizes[3]
+        broken |= abs(sizes[0] - sizes[1]) >= 0.5 or sizes[2] != sizes[3]
         if step % 10 == 0 or step == args.steps - 1:
-            rate = valid / (time.perf_counter() - started)
-            cells = "".join(f"{x:13,.0f}" for x in sizes)
-            say(f"{step:4}{loss:7.3f}{norm:7.3f}{rate:10,.0f}{cells}")
-    return 0 if as_claimed else 1
+            say(f"{step:4}{loss:7.3f}{norm:7.3f}" + "".join(f"{x:13,.0f}" for x in sizes))
+    return int(broken)
 
 
 def plot(args, group, device):
-    """Draw bytes for each parameter by stage and number of ranks, measured ones as points, and
-    which unit is gathered when in one step of stage 3."""
+    """Draw bytes for each parameter by stage and number of ranks, and which unit is whole when."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    above, below = figure.subfigures(2)
-    sizes = [2**i for i in range(7) if dist.get_world_size(group) % 2**i == 0]
-    groups = {k: dist.new_subgroups(k, timeout=timedelta(seconds=60))[0] for k in sizes}
-    P = sum(param.numel() for param in tiny_model("meta").parameters())
-    ranks = [2 ** (x / 8) for x in range(49)]
-    look = dict(colors=COLOURS, labels=("parameters", "gradients", "state"))
-    for stage, axis in enumerate(above.subplots(1, 4, sharey=True)):
-        axis.stackplot(ranks, *zip(*(parts_each(stage, k) for k in ranks)), **look)
-        for k in sizes:
-            *_, held = check(stage, 1, groups[k], device, torch.bfloat16, torch.optim.AdamW)
-            tops = torch.tensor(held).cumsum(0) / P
-            axis.plot([k] * 3, tops, "ok", markersize=3.5, clip_on=False)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-        axis.set(title=f"stage {stage}", xlabel="ranks")
-    above.axes[0].set_ylabel("bytes a parameter")
-    above.axes[-1].legend(fontsize=8, loc="upper right")
-    draw_window(args, group, device, below.subplots())
+    model, optimizer = build(argparse.Namespace(**{**vars(args), "stage": 3}), group, device)
+    args = argparse.Namespace(**{**vars(args), "steps": 2})  # the first learns the order
+    for step, *_ in training(args, model, optimizer, group, device):
+        pass
+    batch = micro_batches(args, read_text(args.text, 65), 2, group, device)
+    with watching(optimizer.shards) as seen:
+        train_step(model, optimizer, batch, args.batch * 64)
     if dist.get_rank() == 0:
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        above, below = figure.subfigures(2)
+        draw_bytes(above.subplots(1, 4, sharey=True))
+        draw_window(below.subplots(), seen)
         figure.savefig(args.plot, dpi=110)
         print(f"drew {args.plot}")
 
@@ -1170,29 +1643,30 @@ def plot(args, group, device):
 COLOURS = "#0b3c5d", "#f2a541", "#c9d6df"
 
 
-def draw_window(args, group, device, axis):
-    """One step of stage 3 as bars: from when a unit's gather begins until it is freed."""
-    args.stage, args.layout = 3, "flat"
-    text, model, optimizer = build(args, group, device)
-    for step in range(3):  # the last is drawn: the first learns the order
-        batch = micro_batches(args, text, step, group, device)
-        dist.barrier(group=group)
-        with watching(optimizer.shards) as seen:
-            train_step(model, optimizer, batch, args.batch * 64)
-    units = [unit.shards[0] for unit in model.zero_unit.window.units]
-    ms = [1e3 * (seconds - seen[0][0]) for seconds, _ in seen]
-    names = ["root: both ends", *(f"block {i}" for i in range(len(units) - 1))]
-    for row, unit in enumerate(units):
-        half = [0.3 * (now[optimizer.shards.index(unit)] > 0) for _, now in seen]
+def draw_bytes(axes):
+    """Bytes a rank holds for each parameter, by number of ranks, a stage in each of four axes."""
+    ranks = [2 ** (x / 8) for x in range(49)]
+    for stage, axis in enumerate(axes):
+        parts = zip(*(parts_each(stage, k) for k in ranks))
+        axis.stackplot(ranks, *parts, colors=COLOURS, labels=("parameters", "gradients", "state"))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
+        axis.set(title=f"stage {stage}", xlabel="ranks")
+    axes[0].set_ylabel("bytes a parameter (bf16, AdamW)")
+    axes[-1].legend(fontsize=8, loc="upper right")
+
+
+def draw_window(axis, seen):
+    """One step of stage 3: a bar for each unit while it is gathered, by order of events."""
+    names = ["root: both ends", *(f"block {i}" for i in range(len(seen[0]) - 1))]
+    for row, sizes in enumerate(zip(*seen)):
+        half = [0.3 * (size > 0) for size in sizes]
         edges = [row - x for x in half], [row + x for x in half]
-        axis.fill_between(ms, *edges, step="post", color=COLOURS[row == 0], lw=0)
-        if row == 0:  # it is gathered again when backward begins
-            turn = [x for x, before, now in zip(ms[1:], half, half[1:]) if now > before][-1]
-    axis.axvline(turn, color="k", linestyle=":", linewidth=1)
-    axis.set_yticks(range(len(units)), names)
+        axis.fill_between(range(len(seen)), *edges, step="post", color=COLOURS[row == 0], lw=0)
+    axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_title("stage 3: which unit is gathered when, in one step", fontsize=10, loc="left")
-    axis.set_xlabel("ms; dotted: backward begins; a gather begins while the unit before computes")
+    axis.set_xlabel("events in order: forward, then backward")
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -1218,7 +1692,7 @@ def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
     if args.batch < ranks * args.micro_batches or args.micro_batches < 1:
         raise ValueError(
-            f"--batch {args.batch} samples for {ranks} ranks with --micro-batches "
+            f"--batch {args.batch} sequences for {ranks} ranks with --micro-batches "
             f"{args.micro_batches}: each needs one, {ranks * args.micro_batches} in all"
         )
     if args.offload and args.offload != "cpu" and not os.path.isdir(args.offload):
@@ -1491,11 +1965,11 @@ def _rank(local, ranks, main, args, folder=None):
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
 
-    parser = arguments(__doc__, ranks=4, steps=60)
+    parser = arguments(__doc__, ranks=4, steps=60, plot="bytes by stage, and what is gathered when")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="to train with")
-    parser.add_argument("--layout", default="flat", choices=["flat", "per_parameter"])
+    parser.add_argument("--layout", default="flat", choices=["flat", "per_parameter"],
+                        help="how stage 3 cuts a unit: all parameters as one, or each")  # fmt: skip
     parser.add_argument("--offload", metavar="cpu|DIR", help="where AdamW's state is kept")
-    parser.add_argument("--batch", type=int, default=32, help="samples of 64 bytes in a step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank in a step")
-    parser.add_argument("--plot", metavar="PNG", help="draw bytes and window; do not train")
     launch(main, parser.parse_args(), validate)

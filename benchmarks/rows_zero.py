@@ -63,28 +63,29 @@ def compare(stage, theirs, model, batch, group, ranks):
     valid = batch[1].numel() * ranks
 
     def our_step():
-        zero.loss_share(ours, *batch, valid).backward()
+        zero.loss_share(ours(batch[0]), batch[1], valid).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def their_step():
-        zero.loss_share(parallel, *batch, valid / ranks).backward()  # they divide by the ranks
+        zero.loss_share(parallel(batch[0]), batch[1], valid / ranks).backward()  # they divide by the ranks
         their_optimizer.step()
         their_optimizer.zero_grad()
 
-    zero.loss_share(ours, *batch, valid).backward()
-    zero.loss_share(parallel, *batch, valid / ranks).backward()
+    zero.loss_share(ours(batch[0]), batch[1], valid).backward()
+    zero.loss_share(parallel(batch[0]), batch[1], valid / ranks).backward()
     wanted = [param.grad for param in parallel.parameters()]
     wanted = [g.full_tensor() if isinstance(g, DTensor) else g for g in wanted]
-    difference = zero.off(zero.whole_gradients(ours, optimizer), wanted)
+    optimizer.finish_reduce()
+    difference = zero.largest_error(zero.whole_gradients(ours, optimizer), wanted)
     optimizer.zero_grad()
     their_optimizer.zero_grad()
     for _ in range(2):
         with zero.Ledger() as ledger:
             our_step()
         their_step()
-    zero.loss_share(ours, *batch, valid).backward()
-    zero.loss_share(parallel, *batch, valid / ranks).backward()
+    zero.loss_share(ours(batch[0]), batch[1], valid).backward()
+    zero.loss_share(parallel(batch[0]), batch[1], valid / ranks).backward()
     held = sum(zero.bytes_held(optimizer)), their_bytes(parallel, their_optimizer)
     optimizer.zero_grad()
     their_optimizer.zero_grad()
