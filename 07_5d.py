@@ -522,18 +522,20 @@ def sent_over_cp(args, n_tp, n, bs, e):
 def sent_to_replicas(model, e):
     """Bytes of gradients, of elements of e bytes, and of what else a step sums over replicas."""
     args, size, m = model.args, model.grid.size, model.args.micro_batches
-    over, sent = Counter(), 0
+    over, counts, sent = Counter(), Counter(), 0
     for name, shape in model.shapes.items():
         over[model.table[model.kinds[name]][1]] += shape.numel()
+        counts[model.table[model.kinds[name]][1]] += 1  # a reduction counts who used a parameter
     squares = 8 * len(model.optimizer.param_groups)
     for axes, P in over.items():
         n = size(axes)
-        padded = -(-P // n) * n if args.zero else P
+        padded = -(-P // n) * n + n * counts[axes] if args.zero else P + counts[axes]
         sent += part(n) * (2 * squares if args.zero else 0)
         sent += part(n) * {0: 2, 1: 1, 3: 0}[args.zero] * padded * e  # 1 gathers in step()
     for shard in model.optimizer.shards if args.zero == 3 else ():
-        row = -(-sum(shape.numel() for shape in shard.shapes) // shard.n) * e
-        sent += 3 * m * (shard.n - 1) * row  # gathered twice, reduced once, each micro-batch
+        row = -(-sum(shape.numel() for shape in shard.shapes) // shard.n)
+        row = 3 * row + len(shard.shapes)  # gathered twice, reduced once, each micro-batch
+        sent += m * (shard.n - 1) * row * e
     for stage in model.stages.values():  # twice a unit: do all ranks enter the same one?
         units = sum(hasattr(module, "zero_unit") for module in stage.modules())
         sent += units * 2 * 8 * (size("dp cp") - 1)
