@@ -1024,8 +1024,8 @@ def agree_on_content(module, shards):
     for shard in shards:
         for group in filter(None, (shard.group, shard.replicate_group)):
             for param in shard.params:
-                content = param.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes()
-                digest = sha256(content).hexdigest()[:8]
+                content = param.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
+                digest = sha256(content.tobytes()).hexdigest()[:8]
                 lines[group].append(f"{names[param]} with content {digest}")
     for group in lines:
         agree(lines[group], group)
