@@ -290,10 +290,8 @@ class Shard:
         ]
         self.gathering, self.reducing, self.arrived, self.is_whole = None, None, set(), True
         self.is_trained, self.summed = self.params[0].requires_grad, set()
-        for i, (param, full) in enumerate(zip(self.params, self.full)):
+        for param, full in zip(self.params, self.full):
             param.data, param.shard = full, self
-            if self.is_trained:
-                param.register_hook(partial(before_gradient, self, i))
 
     def _parts(self, r):
         """(index, start, stop, column) of each parameter that has elements in row r."""
@@ -729,6 +727,8 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
         each.window, each.name = window, names[each.module]
     for shard in shards:
         shard.own, shard.unit = shard.own.clone(), unit
+        for i, param in enumerate(shard.params) if shard.is_trained else ():
+            param.register_hook(partial(before_gradient, shard, i))
         shard.free()
     return module
 
@@ -801,6 +801,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.reductions = list(dict.fromkeys(shard.unit.window for shard in self.shards))
             return
         self.reductions = [Buckets(self.shards)]
+        for shard in self.shards:
+            hook_accumulators(shard)
         for param in trained:
             hook = self.reductions[0].ready if stage == 2 else mark_as_local
             param.register_post_accumulate_grad_hook(hook)
@@ -1096,6 +1098,16 @@ def mark_as_reduced(shard):
 def new_gradient(param):
     """The gradient that was accumulated since the last reduction, or None."""
     return None if type(param.grad) is InShards else param.grad
+
+
+def hook_accumulators(shard):
+    """Call before_gradient from autograd's accumulators. A hook on the parameter would also run for
+    gradients that a split backward (04) only asks for."""
+    with torch.enable_grad():
+        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in shard.params]
+    for i, node in enumerate(nodes):
+        node.register_prehook(partial(before_gradient, shard, i))
+    shard.accumulators = nodes  # they live, and keep their hooks, as long as the shard
 
 
 def before_gradient(shard, i, gradient):
