@@ -1073,6 +1073,8 @@ class LocalGradient(torch.Tensor):
         if cls is InShards or "norm" in function.__name__:
             raise RuntimeError("this gradient is not whole on one rank: use the ZeroOptimizer's "
                                "clip_grad_norm, grad_norm_sq and zero_grad")  # fmt: skip
+        if function.__name__ == "priced":  # the Ledger has counted this send, and passed it on
+            function = inspect.getclosurevars(function).nonlocals["call"]
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
