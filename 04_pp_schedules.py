@@ -866,50 +866,32 @@ Form = namedtuple("Form", "bubble peaks messages of")
 def closed_form(name, n, m, c=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
     """Return the Form of a schedule; bubble and peaks are None where the formulas are not exact.
     DualPipe's F&B takes F + B: nothing is gained by the overlap."""
-    (F, I, W, comm), g, limit = costs, group_size(n, m, g), limit or 2 * n - 1
-    B, even, filled, full = I + W, F == I == W, W <= min(F, I), m >= 2 * n
-    along, loop, vee = n - 1, c * n - 1, 2 * (n - 1)  # boundaries between ranks
-    warm = lambda r: n - r  # warm-up of 1F1B, and the forward after it
-    bubble, peak, boundaries, exact, of = {
-        "gpipe": ((n - 1) * (F + B), lambda r: m, along, True, "makespan"),
-        "1f1b": ((n - 1) * (F + B), lambda r: min(m, warm(r)), along, True, "makespan"),
-        "eager-1f1b": (
-            (n - 1) * (F + B), lambda r: min(m, 2 * warm(r) - 1), along, True, "makespan"
-        ),
-        "interleaved": (
-            (n - 1) * (F + B) / c, lambda r: min(m, (2 * warm(r) - 1 + (c - 1) * g) / c), loop,
-            m >= n, "makespan",
-        ),
-        "looped-bfs": ((n - 1) * (F + B) / c, lambda r: m, loop, m >= n, "makespan"),
-        "zb-h1": (
-            (n - 1) * (F + I - W), lambda r: warm(r) + r * kept, along, m >= n and filled,
-            "makespan",
-        ),
-        "zb-h2": (
-            (n - 1) * (F + I - 2 * W), lambda r: 2 * warm(r) - 1 + 2 * r * kept, along,
-            m >= 2 * n - 1 and filled, "span",
-        ),
-        "zb-auto": (
-            0, lambda r: 2 * n - 1, along,
-            even and kept == 1 and m >= 2 * n - 1 == limit, "span",
-        ),
-        "zb-v": (0, lambda r: n, vee, even and full, "span"),
-        "interleaved-zb": (
-            (n - 1) * (F + I - W) / c, lambda r: (warm(r) + (c - 1) * g + r * kept) / c, loop,
-            m >= n and filled, "makespan",
-        ),
-        "dualpipev": (
-            (n - 1) * (F + 2 * B - 3 * W) / 2, lambda r: n + 1 / 2, vee, even and full, "makespan"
-        ),
-        "dualpipe": (
-            (n / 2 - 1) * (F + 2 * B - 3 * W), lambda r: n + 1, along,
-            even and full and m % 2 == 0, "makespan",
-        ),
+    (F, I, W, comm), g = costs, group_size(n, m, g)
+    B, even, cheap = I + W, F == I == W, W <= min(F, I)
+    one, loop, vee = n - 1, c * n - 1, 2 * (n - 1)  # boundaries that a micro-batch passes
+    bubble, peak, boundaries, exact = {  # a peak is a function of w = n - r, 1F1B's, and r
+        "gpipe": (one * (F + B), lambda w, r: m, one, True),
+        "1f1b": (one * (F + B), lambda w, r: min(m, w), one, True),
+        "eager-1f1b": (one * (F + B), lambda w, r: min(m, 2 * w - 1), one, True),
+        "interleaved": (one * (F + B) / c, lambda w, r: min(m, (2 * w - 1 + (c - 1) * g) / c),
+                        loop, m >= n),
+        "looped-bfs": (one * (F + B) / c, lambda w, r: m, loop, m >= n),
+        "zb-h1": (one * (F + I - W), lambda w, r: w + r * kept, one, m >= n and cheap),
+        "zb-h2": (one * (F + I - 2 * W), lambda w, r: 2 * w - 1 + 2 * r * kept, one,
+                  m >= 2 * n - 1 and cheap),
+        "zb-auto": (0, lambda w, r: 2 * n - 1, one, even and kept == 1 and m >= 2 * n - 1
+                    and limit in (None, 2 * n - 1)),
+        "zb-v": (0, lambda w, r: n, vee, even and m >= 2 * n),
+        "interleaved-zb": (one * (F + I - W) / c, lambda w, r: (w + (c - 1) * g + r * kept) / c,
+                           loop, m >= n and cheap),
+        "dualpipev": (one * (F + 2 * B - 3 * W) / 2, lambda w, r: n + 1 / 2, vee,
+                      even and m >= 2 * n),
+        "dualpipe": ((n / 2 - 1) * (F + 2 * B - 3 * W), lambda w, r: n + 1, one,
+                     even and m >= 2 * n and m % 2 == 0),
     }[name]  # fmt: skip
-    crossings = 2 * m * boundaries if n > 1 else 0
-    if comm or not exact:
-        return Form(None, None, crossings, of)
-    return Form(bubble, [peak(r) for r in range(n)], crossings, of)
+    form = Form(bubble, [peak(n - r, r) for r in range(n)], 2 * m * boundaries if n > 1 else 0,
+                "span" if name in ("zb-h2", "zb-auto", "zb-v") else "makespan")  # fmt: skip
+    return form if exact and not comm else form._replace(bubble=None, peaks=None)
 
 
 # ── what a library adds: agreement, shared weights, pictures ─────────────────────────────────
@@ -1307,26 +1289,6 @@ def gantt(timelines, path):
     patches.append(Patch(fc="black", label="foot: a later chunk, or direction"))
     patches.append(Patch(fc=GREY, label="activations held"))
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120)
-
-
-def bubbles(path, n, times=(1, 2, 3, 4, 6, 8)):
-    """Draw the bubble of each schedule against m/n into a picture file; equal ones share a line."""
-    from matplotlib.figure import Figure
-
-    curves, figure = defaultdict(list), Figure(figsize=(9, 4.2), layout="constrained")
-    for name in runnable(n):
-        shares = [100 * simulate(SCHEDULES[name](n, k * n)).bubble for k in times]
-        curves[tuple(round(share, 6) for share in shares)].append(name)
-    axes = figure.subplots()
-    axes.set_prop_cycle(color="#0072b2 #e69f00 #000000 #56b4e9 #d55e00 #999999 #009e73".split())
-    for k, shares in enumerate(sorted(curves, key=lambda shares: shares[::-1], reverse=True)):
-        look = "osD^vP*"[k % 7] + ("-", "--", ":")[k % 3]
-        axes.plot(times, shares, look, label=" = ".join(curves[shares]))
-    axes.set(title=f"Bubble of a rank's span, {n} ranks, F = I = W, no communication time")
-    axes.set(xlabel="micro-batches per rank, m/n", ylabel="idle, % of a rank's span", xticks=times)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pp = chapter("04_pp_schedules")
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "figures")]
 asleep = importlib.import_module("sleeping_stages")
 Sleeper = asleep.Sleeper
 CPU = torch.device("cpu")
@@ -1020,7 +1020,7 @@ def test_bubbles_drawn_are_those_of_a_ranks_span(tmp_path):
         return plot(self, x, y, *look, label=label)
 
     with patch.object(Axes, "plot", note):
-        pp.bubbles(tmp_path / "a.png", 4)
+        importlib.import_module("make").draw_bubbles(tmp_path / "a.png", 4)
     shares = [300 / (k * 4 + 3) for k in (1, 2, 3, 4, 6, 8)]
     assert drawn["gpipe = 1f1b = eager-1f1b"] == pytest.approx(shares)
     assert drawn["zb-h2 = zb-auto = zb-v"] == pytest.approx([20, 0, 0, 0, 0, 0])
