@@ -530,6 +530,17 @@ class _Worker:
         self.trained = {op[1:3] for op in ops if op.kind in "IB"}
         self.results, self.losses, self.graphs, self.shapes = {}, {}, {}, {}
         self.sums = {}  # {parameter: (its .grad, the sum in float32)} of narrow parameters
+        self.arriving, self.timed = {}, []  # {result: what to wait for}; the cells so far
+
+    def compute(self, cell):
+        """Wait for what a cell needs, and run it. Return the output of each operation."""
+        for need in [need for op in cell.ops for need in needs(op, self.last)]:
+            for work in self.arriving.pop(need, ()):
+                work.wait()
+        start = time.perf_counter()
+        outputs = [self.run(op) for op in cell.ops]
+        self.timed.append(Timed(cell.rank, cell.ops, start, time.perf_counter()))
+        return outputs
 
     def run(self, op):
         """Compute one operation. Return the tensors that the neighbouring stage is to get."""
@@ -594,6 +605,13 @@ class _Worker:
                     param.grad, self.sums[param] = None, (grad, total)
 
 
+# Why no schedule deadlocks in execute(): every rank walks one and the same list of all cells, in an
+# order in which they could run one at a time, and posts a cell's messages when it passes the cell.
+# The first cell that is not done never waits for one behind it, even if every send and every
+# receive blocked. Any two ranks post the messages between them in the same order, which is all that
+# NCCL goes by (it ignores tags).
+
+
 def execute(schedule, stages, microbatches, group, last_backward=None):
     """Run a schedule on the ranks of `group`, one list each, and add up gradients in .grad.
 
@@ -611,24 +629,12 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
     where the last stage is not, and this rank's cells as Timed, in seconds of this machine's clock
     (on a GPU, of launching them). Raises ValueError, Disagreement.
     """
-    me, place, timed = dist.get_rank(group), placement(schedule), []
+    me, place = dist.get_rank(group), placement(schedule)
     rooms = agreed_rooms(schedule, stages, microbatches, group)
-    worker, arriving, leaving = _Worker(schedule, stages, microbatches), {}, deque()
+    worker, leaving = _Worker(schedule, stages, microbatches), deque()
     final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}.values()
-    # Why no schedule deadlocks: every rank walks one and the same list of all cells, in an order in
-    # which they could run one at a time, and posts a cell's messages when it passes the cell. The
-    # first cell that is not done never waits for one behind it, even if every send and every
-    # receive blocked. Any two ranks post the messages between them in the same order, which is all
-    # that NCCL goes by (it ignores tags).
     for cell in simulate(schedule).cells:
-        outputs = [()] * len(cell.ops)
-        if cell.rank == me:
-            for need in [need for op in cell.ops for need in needs(op, worker.last)]:
-                for work in arriving.pop(need, ()):
-                    work.wait()
-            start = time.perf_counter()
-            outputs = [worker.run(op) for op in cell.ops]
-            timed.append(Timed(me, cell.ops, start, time.perf_counter()))
+        outputs = worker.compute(cell) if cell.rank == me else [()] * len(cell.ops)
         for op, output in zip(cell.ops, outputs):
             (to, stage), key = receiver(op, place, worker.last), result(op)
             if cell.rank == me and op.kind == "F" and to is not None:
@@ -645,9 +651,10 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
             elif to == me:
                 worker.results[key] = room = worker.room(key, stage)
                 # irecv, B·S·D: posted while the sender computes, awaited where it is first used
-                arriving[key] = [dist.irecv(y, group=group, group_src=cell.rank) for y in room]
+                works = [dist.irecv(y, group=group, group_src=cell.rank) for y in room]
+                worker.arriving[key] = works
             # /Q4.6
-        outputs = output = sent = room = work = None  # a name would keep its tensor
+        outputs = output = sent = room = works = None  # a name would keep its tensor
         while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
             leaving.popleft()[0].wait()
         for op in cell.ops if cell.rank == me else ():
@@ -657,7 +664,7 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
                 last_backward(op.stage)
     for work, _ in leaving:
         work.wait()
-    return worker.losses, timed
+    return worker.losses, worker.timed
 
 
 # ── ten more schedules, in a shorthand ───────────────────────────────────────────────────────
@@ -1238,7 +1245,7 @@ def validate(args, ranks):
     if F == I == W == 0:
         raise ValueError(f"--costs {args.costs}: one of F, I and W must take time")
     if args.plot and args.simulate:
-        raise ValueError("--plot draws after the proof, which --simulate leaves out")
+        raise ValueError("leave out --simulate: --plot draws after the proof")
     read_text(args.text, at_least=65)
     for schedule in () if args.simulate else schedules(args, ranks).values():
         simulate(schedule, args.costs)

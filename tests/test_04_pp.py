@@ -1299,7 +1299,7 @@ def command_line(*words):
     (["--costs", "1,1,inf,0"], "each must be 0 or more"),
     (["--costs", "1,1,x,0"], "--costs 1,1,x,0: four numbers"),
     (["--costs", "0,0,0,1"], "one of F, I and W must take time"),
-    (["--simulate", "--plot", "a.png"], "which --simulate leaves out"),
+    (["--simulate", "--plot", "a.png"], "leave out --simulate"),
     (["--simulate", "--ranks", 0], "--ranks 0"),
     (["--steps", -1], "--steps -1"),
 ])  # fmt: skip
