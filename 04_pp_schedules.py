@@ -38,7 +38,7 @@ Questions  Q4.1 * what is GPipe's list?   Q4.2 * how many forwards come first in
 
 import math
 import time
-from collections import Counter, defaultdict, deque, namedtuple
+from collections import defaultdict, deque, namedtuple
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
