@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from io import BytesIO
 from pathlib import Path
 from unittest.mock import patch
@@ -210,12 +210,32 @@ def _box(left, bottom, width, height, color):
 # ── the chapters' own pictures ───────────────────────────────────────────────────────────────
 
 
-def draw_schedules(path, p=4, m=8):
-    """04: every schedule's predicted Gantt, on one scale."""
-    timelines = {name: pp.simulate(make(p, m)) for name, make in pp.SCHEDULES.items()}
-    with recorded(path, size=(9, 15.5)) as data:
+def draw_buckets(path):
+    """01: the order in which gradients arrive and buckets travel in a step, on four ranks."""
+    return on_ranks(buckets_of_01, argparse.Namespace(ranks=4, steps=0, timeout=60, plot=str(path)))
+
+
+def buckets_of_01(args, device):
+    """01's picture, by its rank 0."""
+    with recorded(args.plot, size=(9, 5)) as data, redirect_stdout(None):
+        dp.plot(args.plot, dist.group.WORLD, device)
+    return data
+
+
+FOUR = "gpipe", "1f1b", "zb-h1", "dualpipe"
+
+
+def draw_schedules(path, n=4, m=8, names=FOUR):
+    """04: predicted Gantt charts of some schedules, on one scale."""
+    timelines = {name: pp.simulate(pp.SCHEDULES[name](n, m)) for name in names}
+    with recorded(path, size=(9, 1.2 + 1.85 * len(timelines))) as data:
         pp.gantt(timelines, path)
     return data
+
+
+def draw_all_schedules(path):
+    """04: every schedule's predicted Gantt chart."""
+    return draw_schedules(path, names=pp.SCHEDULES)
 
 
 def draw_bubbles(path, p=8):
@@ -247,7 +267,7 @@ def draw_ring(path, n=4):
 
 def draw_saved(path):
     """03: what a block keeps for backward on 1 to 8 tensor-parallel ranks, with SP and without."""
-    given = dict(ranks=8, timeout=60, batch=16, sequence=64, plot=str(path))
+    given = dict(ranks=8, steps=0, timeout=60, batch=16, sequence=64, plot=str(path))
     return on_ranks(saved_of_03, argparse.Namespace(**given))
 
 
@@ -313,9 +333,9 @@ def draw_zero(path, ranks=(8, 64)):
 
 
 PICTURES = {
-    "07_5d": draw_07, "02_zero": draw_zero, "03_tp": draw_saved,
-    "04_pp_schedules": draw_schedules, "04_bubbles": draw_bubbles, "06_cp_ring": draw_ring,
-    "memory_math": draw_memory,
+    "07_5d": draw_07, "01_dp": draw_buckets, "02_zero": draw_zero, "03_tp": draw_saved,
+    "04_pp_schedules": draw_schedules, "04_all": draw_all_schedules, "04_bubbles": draw_bubbles,
+    "06_cp_ring": draw_ring, "memory_math": draw_memory,
 }  # fmt: skip
 # A training run's curves differ in their last digits from machine to machine: no hash, one command.
 MEASURED = {"05_ep": "python 05_ep.py --steps 300 --plot figures/05_ep.png"}
