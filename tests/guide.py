@@ -49,7 +49,7 @@ def link(match):
         return f"[`{name}`]({where}#L{definitions(path)[name]})"
     if flag:
         line = next((i for i, text in enumerate(path.read_text().splitlines(), 1)
-                     if f'"{flag}"' in text), None)  # fmt: skip
+                     if f'"{flag}"' in text or f'"{flag[2:]}":' in text), None)  # fmt: skip
         if line is None:
             raise KeyError(f"{where} has no flag {flag}")
         return f"[`{flag}`]({where}#L{line})"
@@ -70,9 +70,8 @@ def page():
         f"{i}. **{c['claim']}** (line {c['lines']}): {fill(c['right'])}\n"
         for i, c in enumerate(data["correction"], 1)
     )
-    return fill(data["page"].strip()).format(
-        sections=rows, corrections=corrections, claims=len(claims), wrong=len(wrong)
-    ) + "\n"
+    counts = dict(claims=len(claims), wrong=len(wrong))
+    return data["page"].strip().format(sections=rows, corrections=corrections, **counts) + "\n"
 
 
 if __name__ == "__main__":
