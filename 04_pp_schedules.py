@@ -593,9 +593,9 @@ class _Worker:
         return tuple(torch.empty(s, dtype=d, device=where) for s, d, where in self.shapes.pop(key))
 
     def add_up(self, stage, finished):
-        """Move the .grad of narrow parameters into sums in float32; once finished, back."""
+        """Move each .grad of a narrow dtype into a sum in float32; once finished, back."""
         for param in self.stages[stage].parameters():
-            narrow = torch.finfo(param.dtype).bits < 32
+            narrow = torch.finfo(param.grad_dtype or param.dtype).bits < 32
             if narrow and (param.grad is not None or param in self.sums):
                 new, (grad, total) = param.grad, self.sums.pop(param, (param.grad, 0.0))
                 total = total if new is None else total + new.float()

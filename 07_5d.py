@@ -257,6 +257,7 @@ class Model:
         self.build_stages()
         self.name_parameters()
         self.shapes = {name: param.shape for name, param in self.named.items()}
+        self.reduce_dtype = torch.float32 if args.precision == "bf16" else None
         if args.zero == 3:
             fully_shard(self)
         groups = [
@@ -264,9 +265,8 @@ class Model:
              "group": grid[summed], "kind": kind}
             for kind, (_, summed) in self.table.items() if kind in self.kinds.values()
         ]  # fmt: skip
-        reduce_dtype = torch.float32 if args.precision == "bf16" else None
         self.optimizer = zero.ZeroOptimizer(
-            groups, optimizer_class, stage=args.zero, reduce_dtype=reduce_dtype, **options
+            groups, optimizer_class, stage=args.zero, reduce_dtype=self.reduce_dtype, **options
         )
 
     def build_stages(self):
@@ -399,13 +399,14 @@ def fully_shard(model):
     """Make units of ZeRO-3: each block, and the stage around the blocks. Under SP each norm is a
     unit too, because its gradient is summed over more ranks than those of the layers."""
     norms, others = (model.grid[model.table[kind][1]] for kind in ("whole", "cut by tp"))
-    reduce_dtype = torch.float32 if model.args.precision == "bf16" else None
     for stage in model.stages.values():
         for unit in (*stage.blocks.values(), stage):
             for part in unit.modules() if norms is not others else ():
                 if isinstance(part, tp.RMSNorm) and not hasattr(part, "zero_unit"):
-                    zero.fully_shard(part, norms, reduce_dtype=reduce_dtype)
-            zero.fully_shard(unit, others, reduce_dtype=reduce_dtype)
+                    zero.fully_shard(part, norms, reduce_dtype=model.reduce_dtype)
+            zero.fully_shard(unit, others, reduce_dtype=model.reduce_dtype)
+    for param in model.named.values():  # micro-batches add up in the wider dtype too
+        param.grad_dtype = model.reduce_dtype or param.dtype
 
 
 def parameter_count(model, active=False):
