@@ -213,7 +213,7 @@ class Stage(nn.Module):
         b, s = micro_batch.x_bs.shape
         return next(self.parameters()).new_empty(b, s // self.parts, self.width)
 
-    def forward(self, h, micro_batch, later=None):
+    def forward(self, h, micro_batch):
         """Hidden states in and out; out of the last stage, this rank's part of the loss."""
         x_bs, y_bs, positions_s, valid = micro_batch
         if self.first:
@@ -508,11 +508,8 @@ def sent_over_cp(args, n_tp, n, bs, e):
     kv_heads = max(args.kv_heads // n_tp, 1)
     kv, q = 2 * bs * kv_heads * d, bs * args.heads // n_tp * d
     if args.attention == "ulysses":  # q, k and v go, the result comes; fewer heads are copied
-        copied = 2 * bs * math.lcm(kv_heads, n) * d
-        to_experts = part(n) * (q + copied) * e
-        return 2 * part(n) * (2 * q + copied) * e + again * (
-            to_experts + (args.recompute == "full") * part(n) * q * e
-        )
+        there, back = part(n) * (q + 2 * bs * math.lcm(kv_heads, n) * d) * e, part(n) * q * e
+        return (2 + again) * there + (2 + (args.recompute == "full")) * back
     forward = (n - 1) * kv * e
     backward = (n - 1) * kv * wide
     if args.attention == "ring":  # keys and values go round once more, their gradients go home
@@ -525,8 +522,9 @@ def sent_to_replicas(model, e):
     args, size, m = model.args, model.grid.size, model.args.micro_batches
     over, counts, sent = Counter(), Counter(), 0
     for name, shape in model.shapes.items():
-        over[model.table[model.kinds[name]][1]] += shape.numel()
-        counts[model.table[model.kinds[name]][1]] += 1  # a reduction counts who used a parameter
+        axes = model.table[model.kinds[name]][1]
+        over[axes] += shape.numel()
+        counts[axes] += 1  # beside the gradients, a reduction counts who used each parameter
     squares = 8 * len(model.optimizer.param_groups)
     for axes, P in over.items():
         n = size(axes)
