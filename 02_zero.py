@@ -35,6 +35,7 @@ Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm
 # S tokens of a sequence · D width · V vocabulary · P parameters
 
 # A small p is this rank's part of P: an (n, p) matrix has a row for each rank.
+
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

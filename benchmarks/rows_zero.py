@@ -68,7 +68,8 @@ def compare(stage, theirs, model, batch, group, ranks):
         optimizer.zero_grad()
 
     def their_step():
-        zero.loss_share(parallel(batch[0]), batch[1], valid / ranks).backward()  # they divide by the ranks
+        their_loss = zero.loss_share(parallel(batch[0]), batch[1], valid / ranks)
+        their_loss.backward()  # they divide by the ranks
         their_optimizer.step()
         their_optimizer.zero_grad()
 
