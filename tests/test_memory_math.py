@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -1374,20 +1375,25 @@ def test_chapter_02_holds_and_sends_what_its_stage_predicts():
                 zero.backward(model, batch, 32 * K)
                 held = zero.bytes_held(optimizer)
                 optimizer.step()
-        return P, sum(ledger.sent.values()), held
+        return P, len([*model.parameters()]), sum(ledger.sent.values()), held
 
     def every_case():
         groups = [dist.new_group(g) for g in ([0, 1], [2, 3], [0, 2], [1, 3])]
         return [measured(groups, *case) for case in cases]
 
     for found in on_ranks(4, every_case):
-        for (K, stage, shard), (P, sent, held) in zip(cases, found, strict=True):
+        for (K, stage, shard), (P, tensors, sent, held) in zip(cases, found, strict=True):
             ranks = shard or 4
             items = mm.state_items(P, ranks, stage)
             state = sum(items[name] for name in mm.PARTS[3:])
-            assert held == [items["weights"], items["gradients"], state], (K, stage, shard)
-            assert sum(held) == mm.zero_bytes(P, ranks, stage)
-            assert sent == mm.sent(mm.zero_traffic(P, ranks, stage, replicas=4 // ranks, m=K))
+            counts = 2 * tensors * (stage >= 2)  # who used a parameter, behind the shard
+            assert held == [items["weights"], items["gradients"] + counts, state], (K, stage, shard)
+            assert sum(held) - counts == mm.zero_bytes(P, ranks, stage)
+            traffic = partial(mm.zero_traffic, ranks=ranks, stage=stage, replicas=4 // ranks, m=K)
+            # each reduction tells who used a parameter: one number of each tensor, and to each rank
+            told = traffic(tensors * (ranks if stage else 1))
+            told = mm.sent(x for x in told if x.collective != "all_gather")
+            assert sent == mm.sent(traffic(P)) + told, (K, stage, shard)
 
 
 TP_CASES = [  # a rung of chapter 03's ladder, key/value heads, dtype, recompute
@@ -1532,19 +1538,22 @@ def test_chapter_07_holds_and_sends_what_is_predicted_by_axis(flags):
                 model.step(*batch, rate=0.0)
         counts = lambda e: e.what == "all_reduce" and e.group != grid["tp"].group_name
         ledger.events = [e for e in ledger.events if not counts(e)]
-        return grid.at["pp"], held[1], five.sent_by_axis(ledger, grid)
+        replicas = [model.table[model.kinds[name]][1] for name in model.shapes]
+        told = sum(4 * (grid.size(axes) - 1) for axes in replicas)  # who used it, of each tensor
+        return grid.at["pp"], held[1], five.sent_by_axis(ledger, grid), told
 
     change, shape = GRIDS[flags]
     layout = Layout(batch=4 // args.dp, seq=16, m=2, recipe="fp32", **change)
     model = dict(experts=4, top_k=2, expert_ffn=16, shared_ffn=16, dense_layers=frozenset({0, 2}))
     model = Model("07", 4, 32, 8, 4, 4, 32, 256, **model | shape)
     stages = mm.estimate(model, layout)
-    for rank, held, sent in on_ranks(args.ranks, measured):
+    for rank, held, sent, told in on_ranks(args.ranks, measured):
         items = states(stages[rank])
         moments = items["first moment"] + items["second moment"]
         assert held == [items["weights"], items["gradients"], moments]
-        predicted = by(mm.traffic(model, layout, rank), "axis")
-        assert predicted == {(axis,): n for axis, n in sent.items() if n}
+        predicted = Counter(by(mm.traffic(model, layout, rank), "axis"))
+        predicted["dp",] += told
+        assert +predicted == {(axis,): n for axis, n in sent.items() if n}
 
 
 # ── bubbles ──────────────────────────────────────────────────────────────────────────────────
