@@ -865,7 +865,8 @@ def load(model, folder):
     have different names; then nothing has been changed.
     """
     world, (path, manifest, _) = model.grid["pp dp cp tp"], newest(folder)
-    dp.agree([f"{path} as the newest whole checkpoint: {manifest}"[:2000]], world)
+    digest = sha256(json.dumps(manifest).encode()).hexdigest()
+    dp.agree([f"{path} as the newest whole checkpoint, of digest {digest[:12]}"], world)
     if path is None:
         return 0
     written, random = read(model, path, manifest)

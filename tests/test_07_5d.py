@@ -825,6 +825,11 @@ def test_ranks_that_see_different_checkpoints_refuse(tmp_path):
     for said, changed in resume([new, old]):
         assert changed == 0 and f"rank 1 has {old}/step_00000002" in said
         assert f"rank 0 has {new}/step_00000004" in said
+    other = tmp_path / "other" / "new"  # the same names, written by another run
+    write_steps(other, 2)
+    write_steps(other, 4, flags="--rate 0.1")
+    here, there = resume([new, other])
+    assert "of digest" in here[0] and here[0] == there[0] and here[1] == there[1] == 0
     damaged = tmp_path / "damaged"  # the same view, and a disk that lost a byte on one machine
     shutil.copytree(new, damaged)
     (damaged / "step_00000004" / "rank_00000.pt").write_bytes(b"")
