@@ -27,12 +27,12 @@ Each rank that the launcher starts is a supervisor. A supervisor forks a worker,
 writes into a store when its worker has died. Workers use gloo on CPUs. NCCL would need its
 communicator aborted before a new group can form; that path is not shown here.
 
-Guide: Fault tolerance at scale · Failure modes (stragglers, NCCL hangs). It says that ZeRO
-replicates state, so that a peer can restore it: ZeRO removes exactly that; the buddy puts it back.
-Sources: Llama 3, arXiv:2407.21783 section 3.3.4; Gemini, SOSP 2023 (copies in the memory of
-peers); Iglewicz and Hoaglin 1993 (the robust z).
+Guide: Fault tolerance at scale · Failure modes. It says that ZeRO replicates state, so that a peer
+can restore it. ZeRO removes exactly that; the buddy puts it back.
+Sources: Llama 3, arXiv:2407.21783, section 3.3.4; Gemini, SOSP 2023 (copies in peers' memory).
 
-Questions  QF.1 ** when may a step count?   QF.2 *** which ranks send what?   QF.3 ** who is slow?
+Questions  QF.1 ** when may a step count?   QF.2 *** which rank sends which chunk?
+           QF.3 ** which time tells a slow rank?
 """
 # n ranks · r this rank · B sequences · S tokens of a sequence · D width · V vocabulary
 # P parameters · c chunks of a rank
@@ -40,7 +40,6 @@ Questions  QF.1 ** when may a step count?   QF.2 *** which ranks send what?   QF
 import ctypes
 import importlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -79,12 +78,6 @@ class LanguageModel(nn.Module):
         x_BSD = self.token(F.pad(x_BS, (2, 0)))
         seen_BSD = torch.cat([x_BSD[:, 2:], x_BSD[:, 1:-1], x_BSD[:, :-2]], dim=-1)
         return self.head(torch.tanh(self.mix(seen_BSD)))
-
-
-def loss_of(model, x_BS, y_BS, tokens):
-    """The sum of the losses of these sequences, divided by the tokens of the whole step."""
-    logits_BSV = model(x_BS)
-    return F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="sum") / tokens
 
 
 # ── by hand: a step that counts on all ranks or on none ──────────────────────────────────────
@@ -157,24 +150,19 @@ def moves(owners, old, alive, new, share):
 # ── who is slow ──────────────────────────────────────────────────────────────────────────────
 
 
-def robust_z(seconds):
-    """How far each time lies from the median, in units that outliers do not stretch."""
-    median = statistics.median(seconds)
-    spread = statistics.median(abs(t - median) for t in seconds)
-    return [0.6745 * (t - median) / spread if spread else math.inf * (t > median) or 0.0
-            for t in seconds]  # fmt: skip
-
-
 def slow(seconds):
-    """Indices of ranks whose own work is slow: z over 3.5, and 5% over the median at least.
+    """Indices of ranks whose own work is slow: robust z over 3.5, and 5% over the median.
 
     `seconds` is the time of each rank's own work, from its last wait to its next collective. The
-    time of the whole step is the same on all ranks, because all of them wait for the slowest.
+    time of the whole step is the same on all ranks, because all of them wait for the slowest. The
+    robust z (Iglewicz and Hoaglin 1993) is a distance in units that one outlier cannot stretch.
     """
     # QF.3 ** All ranks finish a step at the same time. Which time tells which rank is slow?
-    #      hint: the median of the times is that of a healthy rank; a floor keeps noise out
-    floor = 1.05 * statistics.median(seconds)
-    return [r for r, z in enumerate(robust_z(seconds)) if z > 3.5 and seconds[r] > floor]
+    #      hint: a healthy rank's time is the median; the median distance from it is the unit
+    median = statistics.median(seconds)
+    spread = statistics.median(abs(t - median) for t in seconds)
+    robust_z = [0.6745 * (t - median) / max(spread, 1e-9) for t in seconds]
+    return [r for r, t in enumerate(seconds) if robust_z[r] > 3.5 and t > 1.05 * median]
     # /QF.3
 
 
@@ -218,7 +206,7 @@ class Worker:
 
     def __init__(self, number, n, scenario, store):
         self.number, self.n, self.scenario, self.store = number, n, scenario, store
-        self.members, self.owners, self.round, self.t = [*range(n)], None, 0, 0
+        self.members, self.round, self.t = [*range(n)], 0, 0
         self.faults, self.log, self.calls, self.leaving = dict(scenario.faults), [], 0, False
         self.text = dp.read_text(scenario.text, scenario.S + 1)
         torch.manual_seed(0)
@@ -230,7 +218,7 @@ class Worker:
         self.owners = cut_anew(None, None, self.members)
         own = [chunk for chunk in range(CHUNKS) if self.owners[chunk] == number]
         self.moments = {chunk: self.weights.new_zeros(2, self.size) for chunk in own}
-        self.copies, self.staged, self.regrouped, self.unfit = {}, None, None, []
+        self.copies, self.staged, self.regrouped, self.flagged = {}, None, None, []
         self.counts = self.equal_counts()
         # the handler only sets a flag: a collective inside it could meet another one half done
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "leaving", True))
@@ -305,7 +293,8 @@ class Worker:
         rows = slice(sum(self.counts[:index]), sum(self.counts[: index + 1]))
         tokens = sum(self.counts) * self.scenario.S
         self.model.zero_grad()
-        loss = loss_of(self.model, x_BS[rows], y_BS[rows], tokens)
+        logits = self.model(x_BS[rows]).flatten(0, 1)
+        loss = F.cross_entropy(logits, y_BS[rows].flatten(), reduction="sum") / tokens
         loss.backward()
         time.sleep(self.scenario.delays.get(self.number, 0) * (time.perf_counter() - started))
         seconds = time.perf_counter() - started
@@ -365,10 +354,8 @@ class Worker:
         self.note("step", self.loss, len(self.members))
         self.store.set("step", str(self.t))
         self.watch_speed(seconds)
-        if self.scenario.shown and self.number == self.members[0]:
-            if self.t % 10 == 0:
-                print(f"{self.t:4}{self.loss:7.3f}   ranks {self.members}, sequences {self.counts}",
-                      flush=True)  # fmt: skip
+        if self.scenario.shown and self.number == self.members[0] and self.t % 10 == 0:
+            print(f"{self.t:4}{self.loss:7.3f}  {self.members}  {self.counts}", flush=True)
 
     def load_weights(self):
         """Copy the flat weights into the model."""
@@ -380,19 +367,18 @@ class Worker:
 
     def watch_speed(self, seconds):
         """Compare the time of each rank's own work; give the slow ones fewer sequences."""
-        self.unfit.append(None)
-        if not (self.scenario.seconds or self.scenario.shown) or len(self.members) < 3:
+        if not (self.scenario.seconds or self.scenario.delays) or len(self.members) < 3:
             return
         row = torch.tensor([seconds / max(1, self.counts[self.members.index(self.number)])])
         rows = row.new_empty(len(self.members))
         # all_gather over the ranks, 1 from each: every rank now knows the time of all
         dist.all_gather_single(rows, row, group=dist.group.WORLD)
-        self.unfit[-1] = slow(rows.tolist())
-        for index in range(len(self.members)):
-            recent = [index in (flagged or []) for flagged in self.unfit[-4:]]
-            if sum(recent) >= 3 and self.counts == self.equal_counts():
+        self.flagged.append(slow(rows.tolist()))
+        for index, worker in enumerate(self.members):
+            times = sum(index in ranks for ranks in self.flagged[-4:])
+            if times >= 3 and self.counts == self.equal_counts():  # one slow step proves nothing
                 self.counts = shares(self.scenario.B, rows.tolist())
-                self.note("slow", self.members[index], self.counts)
+                self.note("slow", worker, self.counts)
 
     # ── a group that changes ──
 
@@ -441,15 +427,12 @@ class Worker:
                           if not self.store.check([f"alive {self.round} {w}"])
                           and not self.store.check([f"dead {w}"])]  # fmt: skip
         if not self.wait_for(lambda: not silent()):
+            seen = [f"rank {w} is at {self.store.get(f'at {w}').decode()}" for w in self.members]
             for worker in silent():
-                self.note("condemned", worker, *self.positions())
+                self.note("condemned", worker, *seen)
                 self.store.set(f"condemned {worker}", "")
             self.wait_for(lambda: not silent())
         return [w for w in self.members if not self.store.check([f"dead {w}"])]
-
-    def positions(self):
-        """The watchdog's sentences: at which call each member was last seen."""
-        return [f"rank {w} is at {self.store.get(f'at {w}').decode()}" for w in self.members]
 
     def wait_for(self, happened):
         """True when it has happened, False after the scenario's patience."""
@@ -474,7 +457,7 @@ class Worker:
                                 world_size=len(self.members), timeout=patience)  # fmt: skip
         if self.regrouped:
             self.recover(**self.regrouped)
-        self.counts, self.unfit = self.equal_counts(), []
+        self.counts, self.flagged = self.equal_counts(), []
         before = self.ledger.sent["isend"]
         self.copies = self.send_copies(self.moments)
         self.note("copied", self.ledger.sent["isend"] - before)
@@ -483,13 +466,9 @@ class Worker:
         """Send the weights to new members, and each chunk of moments to its new owner."""
         sends, receives, group_rank = [], [], {worker: r for r, worker in enumerate(new)}
         joined = [worker for worker in new if worker not in alive]
+        travel, self.owners = moves(owners, old, alive, new, self.scenario.share)
         if self.scenario.wrong == "buddies":  # wrong on purpose: moments of the dead start at zero
-            travel, self.owners = [], cut_anew(owners, old, new)
-            own = [c for c in range(CHUNKS) if self.owners[c] == self.number]
-            zeros = self.weights.new_zeros(2, self.size)
-            self.moments = {c: self.moments.get(c, zeros) for c in own}
-        else:
-            travel, self.owners = moves(owners, old, alive, new, self.scenario.share)
+            travel = []
         for worker in joined:
             if self.number == alive[0]:
                 sends.append((self.weights, group_rank[worker]))
@@ -505,8 +484,9 @@ class Worker:
         before = self.ledger.sent["isend"]
         exchange(sends, receives)
         self.note("recovered", self.ledger.sent["isend"] - before)
-        if self.scenario.wrong != "buddies":
-            self.moments = {c: held[c] for c in range(CHUNKS) if self.owners[c] == self.number}
+        zeros = self.weights.new_zeros(2, self.size)
+        own = [chunk for chunk in range(CHUNKS) if self.owners[chunk] == self.number]
+        self.moments = {chunk: held.get(chunk, zeros) for chunk in own}
         self.load_weights()
 
 
@@ -572,11 +552,11 @@ def supervise(scenario, rank, n, folder, dtype):
                     running[number + 2 * n] = start(number + 2 * n, n, scenario, folder, dtype)
 
 
-def twin(steps, B=24, S=16, kept=lambda t: 24, forget=None, n=1):
+def twin(steps, kept=lambda t: 24, forget=None):
     """The weights of one process after AdamW steps, flat and padded. `kept(t)` sequences count in
     step t; forget=(t, [chunks]) sets the moments of these chunks to zero before step t."""
     torch.manual_seed(0)
-    model, text = LanguageModel(), dp.read_text(None, S + 1)
+    model, text = LanguageModel(), dp.read_text(None, 17)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, BETAS, EPS, DECAY)
     P = sum(param.numel() for param in model.parameters())
     size = -(-P // CHUNKS)
@@ -589,7 +569,7 @@ def twin(steps, B=24, S=16, kept=lambda t: 24, forget=None, n=1):
                 for name in ("exp_avg", "exp_avg_sq"):
                     optimizer.state[param][name][lost] = 0
                 start += param.numel()
-        x_BS, y_BS = (whole[: kept(t)] for whole in dp.sample(text, t, B, S))
+        x_BS, y_BS = (whole[: kept(t)] for whole in dp.sample(text, t, 24, 16))
         optimizer.zero_grad()
         F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()).backward()
         optimizer.step()
@@ -703,6 +683,7 @@ def train(args, rank, n, folder):
     text = dp.read_text(args.text, 65)
     dp.say(f"\nkilled: rank 1 at step {args.steps // 4}, rank 0 at step {args.steps // 2}; rank "
            f"{n - 1} takes thrice its time; unigram entropy {dp.unigram_entropy(text):.3f}")
+    dp.say("step   loss  workers of the group  sequences of each")
     dist.destroy_process_group()
     play(scenario, rank, n, folder, torch.float32)
     meet(f"{folder}/after", rank, n)

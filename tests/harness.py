@@ -46,6 +46,12 @@ def chapter(name):
     return importlib.import_module(name)
 
 
+def beyond(name):
+    """The module of a file of the second folder, such as "faults", from $CHAPTERS/beyond, else from
+    the repository."""
+    return importlib.import_module(f"beyond.{name}")
+
+
 def on_ranks(n, function, *args, timeout=40):
     """Run function(*args) on n forked gloo ranks; return what each returned, by rank.
 
