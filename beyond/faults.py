@@ -23,14 +23,12 @@ back what the dead rank held, and go on with the same batch.
     python beyond/faults.py                          four ranks; two are killed while they train
     torchrun --nproc-per-node 4 beyond/faults.py     the same, started by torchrun
 
-Each rank that the launcher starts is a supervisor. A supervisor forks a worker, which trains, and
-writes into a store when its worker has died. Workers use gloo on CPUs. NCCL would need its
-communicator aborted before a new group can form; that path is not shown here.
+Each rank that the launcher starts is a supervisor: it forks a worker, which trains, and writes into
+a store when its worker has died. Workers use gloo on CPUs. NCCL would have to abort its
+communicator before a new group can form; that path is not shown here.
 
-Guide: Fault tolerance at scale · Failure modes. It says that ZeRO replicates state, so that a peer
-can restore it. ZeRO removes exactly that; the buddy puts it back.
+Guide: Fault tolerance at scale (there, ZeRO replicates state; it does not) · Failure modes.
 Sources: Llama 3, arXiv:2407.21783, section 3.3.4; Gemini, SOSP 2023 (copies in peers' memory).
-
 Questions  QF.1 ** when may a step count?   QF.2 *** which rank sends which chunk?
            QF.3 ** which time tells a slow rank?
 """
@@ -56,6 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 dp = importlib.import_module("01_dp")
@@ -132,7 +131,7 @@ def holders(owners, old, alive):
         buddy = old[(old.index(owner) + 1) % len(old)]
         if owner not in alive and buddy not in alive:
             raise ValueError(f"rank {owner} and its buddy rank {buddy} are both lost: "
-                             "no copy of their moments is left; resume from a checkpoint")
+                             "resume from a checkpoint")
         found.append(owner if owner in alive else buddy)
     return found
 
@@ -182,7 +181,6 @@ def shares(B, seconds):
 
 class Scenario(NamedTuple):
     """What shall happen: faults by (worker, step), and how the others answer."""
-
     name: str
     steps: int = 6
     faults: dict = {}  # (worker, step): "kill", "kill prepared", "stop", "flip" or "leave"
@@ -197,8 +195,8 @@ class Scenario(NamedTuple):
     B: int = 24
     S: int = 16
     text: str | None = None
-    patience: float = 5.0  # seconds until a rank that does not answer counts as dead
     shown: bool = False
+    patience: float = 20.0  # seconds until a rank that does not answer counts as dead
 
 
 class Worker:
@@ -212,7 +210,7 @@ class Worker:
         torch.manual_seed(0)
         self.model = LanguageModel()
         self.parameters = list(self.model.parameters())
-        flat = torch.cat([param.detach().flatten() for param in self.parameters])
+        flat = parameters_to_vector(self.parameters).detach()
         self.weights = F.pad(flat, (0, -len(flat) % CHUNKS))
         self.size = len(self.weights) // CHUNKS
         self.owners = cut_anew(None, None, self.members)
@@ -247,9 +245,8 @@ class Worker:
                 if self.t < self.scenario.steps:
                     self.regroup()
         self.store.set("over", "")
-        return {"weights": self.weights, "log": self.log, "t": self.t, "members": self.members,
-                "moments": self.moments, "copies": self.copies,
-                "sent": self.ledger.sent["isend"]}  # fmt: skip
+        kept = {name: vars(self)[name] for name in ("weights", "moments", "copies", "log", "t")}
+        return kept | {"sent": self.ledger.sent["isend"]}
 
     def note(self, what, *facts):
         self.log.append((what, self.t, *facts))
@@ -259,8 +256,6 @@ class Worker:
         self.calls += 1
         self.store.set(f"at {self.number}", f"call {self.calls}, {call}")
 
-    # ── a step ──
-
     def step(self):
         """Prepare a step, commit it, take it. False where the group has to change."""
         self.inject("kill", "stop", "leave")
@@ -268,6 +263,8 @@ class Worker:
         self.inject("kill prepared")
         self.at("commit")
         first = self.number == self.members[0]
+        if first and self.scenario.rejoin == self.t > 0:
+            self.wait_for(self.waiting)  # the scenario wants the new one in at this step
         joining = first and not self.scenario.replace and bool(self.waiting())
         group, digest = dist.group.WORLD, self.staged[-1]
         unwell, self.leaving, joining = commit(False, self.leaving, joining, digest, group)
@@ -311,8 +308,7 @@ class Worker:
         digest = gradient.view(torch.uint8).long().mul(torch.arange(gradient.nbytes) + 1).sum()
         self.loss = gradient[-1].item()
         gradient = F.pad(gradient[:-1], (0, len(self.weights) - len(gradient) + 1))
-        moments = {}
-        weights = self.weights.clone()
+        moments, weights = {}, self.weights.clone()
         for chunk, old in self.moments.items():
             part = slice(chunk * self.size, (chunk + 1) * self.size)
             moments[chunk] = adamw(weights[part], gradient[part], old, self.t + 1)
@@ -338,32 +334,23 @@ class Worker:
         n, index = len(self.members), self.members.index(self.number)
         if n == 1 or self.scenario.wrong == "buddies":
             return {}
-        left = self.members[index - 1]
-        numbers = [c for c in range(CHUNKS) if self.owners[c] == left]
+        numbers = [c for c in range(CHUNKS) if self.owners[c] == self.members[index - 1]]
         arriving = self.weights.new_empty(len(numbers), 2, self.size)
         self.at("copies to the buddy")
-        exchange([(torch.stack([moments[c] for c in sorted(moments)]), (index + 1) % n)],
-                 [(arriving, (index - 1) % n)])  # fmt: skip
+        leaving = torch.stack([moments[c] for c in sorted(moments)])
+        exchange([(leaving, (index + 1) % n)], [(arriving, (index - 1) % n)])
         return dict(zip(numbers, arriving))
 
     def take(self):
         """Make the prepared state the state."""
         self.weights, self.moments, self.copies, seconds, _ = self.staged
         self.staged, self.t = None, self.t + 1
-        self.load_weights()
+        vector_to_parameters(self.weights, self.parameters)
         self.note("step", self.loss, len(self.members))
         self.store.set("step", str(self.t))
         self.watch_speed(seconds)
         if self.scenario.shown and self.number == self.members[0] and self.t % 10 == 0:
             print(f"{self.t:4}{self.loss:7.3f}  {self.members}  {self.counts}", flush=True)
-
-    def load_weights(self):
-        """Copy the flat weights into the model."""
-        start = 0
-        for param in self.parameters:
-            part = self.weights[start : start + param.numel()]
-            param.data.copy_(part.view_as(param))
-            start += param.numel()
 
     def watch_speed(self, seconds):
         """Compare the time of each rank's own work; give the slow ones fewer sequences."""
@@ -380,13 +367,10 @@ class Worker:
                 self.counts = shares(self.scenario.B, rows.tolist())
                 self.note("slow", worker, self.counts)
 
-    # ── a group that changes ──
-
     def waiting(self):
         """Workers outside the group that ask to come in."""
-        asked = [w for w in range(self.n, 4 * self.n) if w not in self.members]
-        return [w for w in asked if self.store.check([f"joining {w}"])
-                and not self.store.check([f"called {w}"])]  # fmt: skip
+        asked = [w for w in range(self.n, 4 * self.n) if self.store.check([f"joining {w}"])]
+        return [w for w in asked if not self.store.check([f"called {w}"])]
 
     def called(self):
         """Wait outside the group; True when a group asks this worker in, False when all is over."""
@@ -423,9 +407,10 @@ class Worker:
     def answers(self):
         """The members that answer in this round. A supervisor marks its dead worker; a worker that
         neither answers nor is marked within the scenario's patience is condemned."""
-        silent = lambda: [w for w in self.members
-                          if not self.store.check([f"alive {self.round} {w}"])
-                          and not self.store.check([f"dead {w}"])]  # fmt: skip
+        told = lambda w: any(
+            self.store.check([word]) for word in (f"alive {self.round} {w}", f"dead {w}")
+        )
+        silent = lambda: [w for w in self.members if not told(w)]
         if not self.wait_for(lambda: not silent()):
             seen = [f"rank {w} is at {self.store.get(f'at {w}').decode()}" for w in self.members]
             for worker in silent():
@@ -439,7 +424,7 @@ class Worker:
         deadline = time.monotonic() + self.scenario.patience
         while not happened() and time.monotonic() < deadline:
             time.sleep(0.005)
-        return happened()
+        return bool(happened())
 
     def accept(self, agreed):
         """Take the members on which all agree; take a prepared step that others have taken."""
@@ -453,8 +438,8 @@ class Worker:
         """Meet the members in a new group, and give each what it lacks."""
         meeting = dist.PrefixStore(f"round {self.round}", self.store)
         patience = timedelta(seconds=self.scenario.patience)
-        dist.init_process_group("gloo", store=meeting, rank=self.members.index(self.number),
-                                world_size=len(self.members), timeout=patience)  # fmt: skip
+        n, index = len(self.members), self.members.index(self.number)
+        dist.init_process_group("gloo", store=meeting, rank=index, world_size=n, timeout=patience)
         if self.regrouped:
             self.recover(**self.regrouped)
         self.counts, self.flagged = self.equal_counts(), []
@@ -465,11 +450,10 @@ class Worker:
     def recover(self, old, alive, new, owners, t):
         """Send the weights to new members, and each chunk of moments to its new owner."""
         sends, receives, group_rank = [], [], {worker: r for r, worker in enumerate(new)}
-        joined = [worker for worker in new if worker not in alive]
         travel, self.owners = moves(owners, old, alive, new, self.scenario.share)
         if self.scenario.wrong == "buddies":  # wrong on purpose: moments of the dead start at zero
             travel = []
-        for worker in joined:
+        for worker in set(new) - set(alive):
             if self.number == alive[0]:
                 sends.append((self.weights, group_rank[worker]))
             if self.number == worker:
@@ -487,7 +471,7 @@ class Worker:
         zeros = self.weights.new_zeros(2, self.size)
         own = [chunk for chunk in range(CHUNKS) if self.owners[chunk] == self.number]
         self.moments = {chunk: held.get(chunk, zeros) for chunk in own}
-        self.load_weights()
+        vector_to_parameters(self.weights, self.parameters)
 
 
 def adamw(weights, gradient, moments, t):
@@ -559,7 +543,7 @@ def twin(steps, kept=lambda t: 24, forget=None):
     model, text = LanguageModel(), dp.read_text(None, 17)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, BETAS, EPS, DECAY)
     P = sum(param.numel() for param in model.parameters())
-    size = -(-P // CHUNKS)
+    size = -(-P // CHUNKS)  # rounded up
     for t in range(steps):
         if forget and forget[0] == t:
             start = 0
@@ -573,7 +557,7 @@ def twin(steps, kept=lambda t: 24, forget=None):
         optimizer.zero_grad()
         F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()).backward()
         optimizer.step()
-    return F.pad(torch.cat([p.detach().flatten() for p in model.parameters()]), (0, size * 12 - P))
+    return F.pad(parameters_to_vector(model.parameters()).detach(), (0, size * CHUNKS - P))
 
 
 def scenarios(n):
@@ -586,7 +570,7 @@ def scenarios(n):
     yield Scenario("a spare takes its place", faults={(middle, 2): "kill"}, spares=1, replace=True)
     yield Scenario("fewer, then all again", faults={(last, 2): "kill"}, restart=True, rejoin=4)
     yield Scenario("fewer, only its chunks", faults={(last, 2): "kill"}, share=give_away)
-    yield Scenario("stopped, then condemned", faults={(middle, 2): "stop"}, patience=1.5, **after)
+    yield Scenario("stopped, then condemned", faults={(middle, 2): "stop"}, patience=3.0, **after)
     yield Scenario("a gradient is corrupted", faults={(middle, 2): "flip"})
     yield Scenario("asked to leave", faults={(middle, 2): "leave"})
     yield Scenario("rank and buddy", faults={(0, 2): "kill", (1, 2): "kill"})
@@ -610,8 +594,8 @@ def proof(results, n):
     error = lambda workers, wanted=right: max(
         dp.relative_error(worker["weights"], wanted) for worker in workers.values()
     )
-    moved = lambda name, k: sum(note[2] for note in notes(results[name], "recovered")
-                                if note[1] == k)  # fmt: skip
+    moves_of = lambda name: notes(results[name], "recovered")
+    moved = lambda name, t: sum(note[2] for note in moves_of(name) if note[1] == t)
     held = sum(m.nbytes for m in [*calm[0]["moments"].values(), *calm[0]["copies"].values()])
     sent = calm[0]["sent"]
     yield dp.Row("nobody dies", error(calm), (sent, 7 * c * chunk), (held, 2 * c * chunk))
@@ -623,8 +607,7 @@ def proof(results, n):
         yield dp.Row("  beside the run of nobody dies", error(results[name], same))
     elastic = moved("fewer, then all again", 2), CHUNKS // 2 * chunk
     yield dp.Row("fewer, then all again", error(results["fewer, then all again"]), elastic)
-    both = sum(note[2] for note in notes(results["fewer, then all again"], "recovered"))
-    back = both - elastic[0]
+    back = sum(note[2] for note in moves_of("fewer, then all again")) - elastic[0]
     yield dp.Row("  and all again", 0.0, (back, whole + CHUNKS // 2 * chunk))
     only = moved("fewer, only its chunks", 2), c * (n - 2) / (n - 1) * chunk
     yield dp.Row("fewer, only its chunks", error(results["fewer, only its chunks"]), only)
@@ -636,10 +619,9 @@ def proof(results, n):
     own[n - 2] = 2.0
     yield dp.Row("  slow by its own work", float(slow(own) != [n - 2]))
     yield dp.Row("  slow by the time of the step", float(slow(step) != [n - 2]), wrong=1.0)
-    gone = range((n - 2) * c, (n - 1) * c)
-    for name, wrong in (("moments start at zero", twin(6, forget=(2, [*gone]))),
-                        ("each keeps its share", twin(6, kept=lambda t: 24 if t < 2
-                                                      else 24 // n * (n - 1)))):  # fmt: skip
+    forgot = twin(6, forget=(2, [*range((n - 2) * c, (n - 1) * c)]))
+    shrunk = twin(6, kept=lambda t: 24 if t < 2 else 24 // n * (n - 1))
+    for name, wrong in ("moments start at zero", forgot), ("each keeps its share", shrunk):
         yield dp.Row(name, error(results[name]), wrong=dp.relative_error(wrong, right))
 
 
@@ -678,8 +660,8 @@ def meet(file, rank, n):
 def train(args, rank, n, folder):
     """Train on text while one rank is slow and two are killed; a spare comes in, then a restart."""
     faults = {(1, args.steps // 4): "kill", (0, args.steps // 2): "kill"}
-    scenario = Scenario("run", args.steps, faults, spares=1, restart=True, B=48, S=64,
-                        text=args.text, shown=True, delays={n - 1: 2.0})  # fmt: skip
+    scenario = Scenario("run", args.steps, faults, spares=1, restart=True, shown=True)
+    scenario = scenario._replace(B=48, S=64, text=args.text, delays={n - 1: 2.0})
     text = dp.read_text(args.text, 65)
     dp.say(f"\nkilled: rank 1 at step {args.steps // 4}, rank 0 at step {args.steps // 2}; rank "
            f"{n - 1} takes thrice its time; unigram entropy {dp.unigram_entropy(text):.3f}")
