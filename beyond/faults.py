@@ -169,11 +169,9 @@ def shares(B, seconds):
     """Sequences of each rank, B in all, in inverse proportion to its time for one sequence."""
     speeds = [1 / t for t in seconds]
     parts = [B * speed / sum(speeds) for speed in speeds]
-    counts = [int(part) for part in parts]
-    by_rest = sorted(range(len(parts)), key=lambda r: counts[r] - parts[r])
-    for r in by_rest[: B - sum(counts)]:
-        counts[r] += 1
-    return counts
+    by_rest = sorted(range(len(parts)), key=lambda r: int(parts[r]) - parts[r])
+    left = B - sum(map(int, parts))
+    return [int(part) + (r in by_rest[:left]) for r, part in enumerate(parts)]
 
 
 # ── a worker: trains, and outlives its neighbours ────────────────────────────────────────────
@@ -600,8 +598,8 @@ def proof(results, n):
     sent = calm[0]["sent"]
     yield dp.Row("nobody dies", error(calm), (sent, 7 * c * chunk), (held, 2 * c * chunk))
     same = calm[0]["weights"]
-    for name in ("killed while it prepares", "killed before the commit", "a spare takes its place",
-                 "stopped, then condemned"):  # fmt: skip
+    replaced = [s.name for s in scenarios(n) if s.replace and not s.wrong]
+    for name in replaced:
         travelled = moved(name, 2), whole + c * chunk
         yield dp.Row(name, error(results[name]), travelled)
         yield dp.Row("  beside the run of nobody dies", error(results[name], same))

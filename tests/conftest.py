@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-OPEN = re.compile(r"NotImplementedError: (Q\d\.\d)")
+OPEN = re.compile(r"NotImplementedError: (Q[\dA-Z]\.\d)")
 
 
 @pytest.hookimpl(wrapper=True)

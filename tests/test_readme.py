@@ -16,6 +16,11 @@ def test_every_chapter_has_its_row():
         assert f"| [{path.name}]({path.name}) |" in TEXT
 
 
+def test_every_file_of_the_second_folder_has_its_row():
+    for path in (ROOT / "beyond").glob("*.py"):
+        assert f"| [beyond/{path.name}](beyond/{path.name}) |" in TEXT
+
+
 def test_what_it_counts_of_the_chapters_is_counted():
     assert counts.stamped(TEXT) == TEXT, "run: python tests/counts.py --write"
 
