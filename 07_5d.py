@@ -383,11 +383,11 @@ class Model:
 def make_schedule(args, stages):
     """The lists of the schedule for `stages` ranks of pp. Raises ValueError as its generator does;
     the generator's --ranks are --pp here."""
-    theirs, ours = "--ranks", "--pp"
+    there, here = "--ranks", "--pp"
     try:
         return pp.SCHEDULES[args.schedule](stages, args.micro_batches)
     except ValueError as refusal:
-        raise ValueError(str(refusal).replace(theirs, ours)) from None
+        raise ValueError(str(refusal).replace(there, here)) from None
 
 
 def n_stages(args):
@@ -602,8 +602,8 @@ def largest_error(triples, reference, model):
 def small(args):
     """The arguments of the run, with a model that float64 proves in seconds."""
     length = 4 * args.cp * math.lcm(2, args.tp)
-    sizes = dict(width=32, hidden=48, layers=2 * n_stages(args), length=length)
-    return changed(args, **sizes, precision="fp64")
+    heads = dict(width=4 * args.heads, hidden=6 * args.heads)  # so that the ranks can share them
+    return changed(args, **heads, layers=2 * n_stages(args), length=length, precision="fp64")
 
 
 def proof_batch(args, grid):
@@ -677,9 +677,10 @@ def held_by_formula(model, twin):
     stage 3, unit by unit, weights / replicas too."""
     grid, over, stage = model.grid, Counter(), model.args.zero
     for name in model.named:
-        split, summed = model.table[model.kinds[name]]
+        _, summed = model.table[model.kinds[name]]
         unit = model.named[name].shard if stage == 3 else None
-        over[summed, unit] += twin.named[name].numel() // grid.size(split)
+        whole = part_of(twin.named[name], model, name, (None, None))
+        over[summed, unit] += whole.numel()
     total = 0
     for (axes, _), P in over.items():
         n, r = (grid.size(axes), dist.get_rank(grid[axes])) if stage else (1, 0)

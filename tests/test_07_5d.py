@@ -163,6 +163,7 @@ SLOW_CASES = [
     ((1, 3, 1, 1, 3), "--experts 6 --batch 18"),
     ((1, 1, 3, 1, 1), "--length 66"),
     ((1, 1, 1, 3, 1), "--heads 6 --kv-heads 3 --width 48 --hidden 48 --length 66"),
+    ((1, 2, 1, 1, 1), "--heads 32 --width 128"),
 ]
 WITH_ALL_WRONG = (2, 1, 2, 2, 2), ""  # every entry of the table that is changed on purpose matters
 SLOW_CASES += [
