@@ -1,24 +1,26 @@
 """05 · Expert parallelism: each rank holds some experts; tokens travel to the experts they chose
 
 A mixture-of-experts layer has E small networks, the experts, in place of one large network. A
-router chooses k experts for each token. Each of n ranks holds e = E/n experts and its own s tokens.
-So a layer sends each token's row to the ranks of its experts, and the experts' results back.
+router chooses k experts for each token, and the layer adds up their results. Each of n ranks holds
+e = E/n experts, a copy of all other weights, and its own s tokens, as in data parallelism. A token
+is a row of D numbers. The layer sends rows to the ranks of their experts, and results back. It uses
+all_to_all: each rank sends each other rank a part of its rows, and parts may differ in length.
 
     rank 0   s tokens, router   experts 0 .. e-1    ─┐  all_to_all: rows go out (dispatch)
     rank 1   s tokens, router   experts e .. 2e-1   ─┼─ all_to_all: results return (combine)
-    ...                                             ─┘  backward does both again, in reverse
+    ...                                             ─┘  backward: two more, for the gradients
 
-    ladder          rows of D elements that a rank sends in one exchange, if the load is even
+    ladder          rows of D numbers that a rank sends in one all_to_all, if the load is even
     gather_tokens   s · (n-1)           every token goes to every rank
     one_hop         s · k · (n-1)/n     a token goes to each of its experts
     two_hops        s · (nodes - 1)     at most, between nodes; links inside a node are fast
-    A step has four exchanges. A rank holds e · 3·D·F weights of experts, with their gradients and
-    optimizer state. Expert parallelism splits weights; it does not split activations.
+    A rank holds e · 3·D·F weights of experts, with their gradients and optimizer state. Expert
+    parallelism splits weights; it does not split activations.
 
     python 05_ep.py                                        four ranks on this machine
     torchrun --nproc-per-node 4 05_ep.py                   the same, started by torchrun
-    python 05_ep.py --balance none aux:0.02 capacity:1.25  compare ways to even the load
 
+Ways to even the load, and copies of hot experts, are compared in benchmarks/expert_load.py.
 Guide: Expert Parallelism · EP all-to-all bandwidth math · Load balancing in MoE training · FAQ.
 Questions  Q5.1 ** which experts may not be chosen?   Q5.2 *** what is summed before a product?
            Q5.3 ** where do gradients go?             Q5.4 ** in which order do experts want rows?
@@ -29,7 +31,6 @@ Questions  Q5.1 ** which experts may not be chosen?   Q5.2 *** what is summed be
 
 import math
 from collections import namedtuple
-from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from torch.nn import functional as nnf  # not F, which is a letter here
 
 __all__ = [
     "MoE", "Router", "attach_loss", "combine", "dispatch", "gather_tokens", "make_plan", "one_hop",
-    "place_experts", "reduce_gradients", "shard_specs", "two_hops",
+    "reduce_gradients", "shard_specs", "two_hops",
 ]  # fmt: skip
 
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
@@ -47,7 +48,9 @@ __all__ = [
 def serial_mixture(x_sD, gates_sE, gate_up, down):
     """Compute the layer in one process: every expert on every token, times the token's gate.
 
-    A gate is 0 where a token did not choose an expert. gate_up is (E, 2F, D), down is (E, D, F).
+    A token's gate for an expert is its weight in the sum, 0 where the token did not choose it. An
+    expert is a SwiGLU network, down(silu(gate(x)) · up(x)); its `gate` is another thing, a matrix.
+    gate_up holds the matrices gate and up, (E, 2F, D); down is (E, D, F).
     """
     y_sD = torch.zeros_like(x_sD)
     for gates_s, gate_up_FD, down_DF in zip(gates_sE.T, gate_up, down):
@@ -103,20 +106,21 @@ def gather_tokens(x_sD, chosen_sk, gates_sk, experts, group):
     (s, k); this rank's experts, called as experts(rows, number of rows of each). Returns (s, D).
     """
     n, s, e = size(group), len(x_sD), len(experts.down)
-    even, own = ([s] * n, [s] * n, group), (x_sD, chosen_sk, gates_sk)
-    x_RD, chosen_Rk, gates_Rk = (_AllToAll.apply(t.repeat(n, 1), *even) for t in own)
-    first = dist.get_rank(group) * e
-    each = [(chosen_Rk == expert).nonzero() for expert in range(first, first + e)]
-    token, choice = torch.cat(each).unbind(1)  # by expert
-    rows = gates_Rk[token, choice, None] * experts(x_RD[token], [len(pairs) for pairs in each])
+    first, splits = dist.get_rank(group) * e, ([s] * n, [s] * n, group)
+    # all_to_all of the same rows for every rank: backward then returns a gradient from every rank
+    copies = (t.repeat(n, 1) for t in (x_sD, chosen_sk, gates_sk))
+    x_RD, chosen_Rk, gates_Rk = (_AllToAll.apply(t, *splits) for t in copies)
+    pairs = [(chosen_Rk == expert).nonzero() for expert in range(first, first + e)]
+    token, choice = torch.cat(pairs).unbind(1)  # by expert
+    rows = gates_Rk[token, choice, None] * experts(x_RD[token], [len(pair) for pair in pairs])
     y_RD = torch.zeros_like(x_RD).index_add(0, token, rows)
-    return _AllToAll.apply(y_RD, *even).view(n, s, -1).sum(0)  # over ranks
+    return _AllToAll.apply(y_RD, *splits).view(n, s, -1).sum(0)  # over ranks
 
 
 # ── second rung: dispatch and combine ────────────────────────────────────────────────────────
 
 # Two ranks with two tokens each, four experts, k 2. Rank 0 holds experts 0 and 1. Row a1 is token a
-# on its way to expert 1.
+# on its way to expert 1. A rank numbers its choices: choice i is made by token i // k.
 #                  rank 0: tokens a, b               rank 1: tokens c, d
 #     chosen_sk    a 1 2 · b 0 1                     c 0 3 · d 0 3
 #     order        2 0 3 1: b0 a1 b1 | a2            0 2 1 3: c0 d0 | c3 d3        by expert
@@ -133,9 +137,8 @@ Plan = namedtuple("Plan", "order sent received regroup runs shape group")  # sha
 def make_plan(chosen_sk, e, group):
     """Count rows, tell each rank its counts, and order rows: a Plan.
 
-    Expert i lives on rank i // e of the group. A choice of n·e or more is not sent anywhere.
-    A group of None is this rank alone. The host must know the lengths of messages, so this
-    function waits for the device.
+    Expert i lives on rank i // e of the group. A choice of n·e or more is dropped: it is not sent.
+    The host must know the lengths of messages, so this function waits for the device.
     """
     n = size(group)
     counts_E = chosen_sk.flatten().bincount(minlength=n * e + 1)[: n * e]
@@ -154,7 +157,7 @@ def make_plan(chosen_sk, e, group):
 
 
 def dispatch(x_sD, plan):
-    """Send each token's row to the ranks of its experts: (s, ...) to (R, ...), expert-major.
+    """Send each token's row to the ranks of its experts: (s, ...) to (R, ...), sorted by expert.
 
     A rank to which no row comes still takes part, forward and backward. Else the others wait.
     """
@@ -168,6 +171,7 @@ def combine(rows_RD, gates_sk, plan):
     A choice that was not sent adds nothing. The sum runs over the k choices in their order, so
     that it gives the same bits each time, which index_add on a GPU does not.
     """
+    # regroup and order are undone, in that order: index_copy puts row i in place regroup[i]
     back_RD = torch.empty_like(rows_RD).index_copy(0, plan.regroup, rows_RD)
     rows = _AllToAll.apply(back_RD, plan.received, plan.sent, plan.group)
     results = rows.new_zeros(gates_sk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
@@ -186,11 +190,12 @@ def one_hop(x_sD, chosen_sk, gates_sk, experts, group):
 def two_hops(x_sD, chosen_sk, gates_sk, experts, group, nodes=None):
     """Send a token to each node once, however many of the node's experts it chose.
 
-    First hop: nodes take the place of experts. A row goes to the rank that has this rank's place in
-    the other node, with its choices and gates. Second hop: that rank does `one_hop` inside its node
-    and adds up the results. So one row returns from each node. nodes: (group of the ranks of this
-    node, group of the ranks with this rank's place in all nodes). Otherwise as gather_tokens.
-    Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.2.
+    Ranks that have the same place in their nodes talk to each other across nodes. First hop: a
+    token chooses nodes as it chose experts. Its row goes to the rank with this rank's place in each
+    chosen node, with the token's choices and gates. Second hop: that rank does `one_hop` inside its
+    node. It adds up the results of the token, so one row returns from each node. nodes: (group of
+    the ranks of this node, group of the ranks with this rank's place in all nodes). Otherwise as
+    gather_tokens. Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.2.
     """
     inside, across = nodes
     per_node = len(experts.down) * size(inside)
@@ -257,23 +262,15 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(E, D, F) / F**0.5)
 
     def forward(self, x_RD, runs=None):
-        """Rows (R, ..., D) to the same shape: the first runs[0] rows are for the first expert, and
-        so on; None gives all rows to one expert.
-
-        An expert without rows takes part, so that its gradient is zeros. A gradient of None would
-        be missing in a sum over ranks.
-        """
+        """Map rows (R, D) to results (R, D): the first runs[0] rows are for the first expert, and
+        so on; None gives all rows to one expert. An expert without rows takes part: its gradient is
+        zeros, not None, and the sum over ranks needs it."""
         weights = (weight.to(x_RD.dtype).unbind() for weight in (self.gate_up, self.down))
         results = []
         for x, gate_up_FD, down_DF in zip(x_RD.split(runs or [len(x_RD)]), *weights):
             gate, up = nnf.linear(x, gate_up_FD).chunk(2, -1)
             results.append(nnf.linear(nnf.silu(gate) * up, down_DF))
         return torch.cat(results)
-
-    def keep(self, held):
-        """Drop all experts but those with these numbers."""
-        for name, weight in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(weight.detach()[held].clone()))
 
 
 class MoE(nn.Module):
@@ -296,8 +293,9 @@ class MoE(nn.Module):
         self.shared = Experts(1, D, shared) if shared else None
         name, dtype = getattr(path, "func", path).__name__, self.experts.down.dtype
         agree_on(group, E=E, k=router.k, D=D, F=F, shared=shared, path=name, dtype=dtype)
-        first = 0 if group is None else dist.get_rank(group) * (E // n)
-        self.experts.keep(range(first, first + E // n))
+        rank = 0 if group is None else dist.get_rank(group)
+        for name, whole in list(self.experts.named_parameters()):
+            setattr(self.experts, name, nn.Parameter(whole.detach().chunk(n)[rank].clone()))
 
     def forward(self, x_bSD, *options):
         """(b, S, D) to (b, S, D), without the residual; `options` are for the router. A token whose
@@ -326,39 +324,30 @@ def shard_specs(module):
 def reduce_gradients(module, dense, replicas):
     """Sum gradients over ranks after backward, in place. dense: the group of all ranks, each with
     other tokens; replicas: the group of the ranks that hold the same experts."""
-    split, parts = shard_specs(module), {dense: [], replicas: []}
+    split = shard_specs(module)
     for name, param in module.named_parameters():
         # Q5.6 ** An expert has seen tokens of all ranks of its ep group. Which ranks have seen
         #         other tokens for the same weights?
         #         hint: the loss was divided by all tokens, so nothing is divided here
         holders = replicas if name in split else dense
-        parts[holders].append(param.grad)
+        # all_reduce(SUM) over dp, or over edp for experts: every holder now has the whole sum
+        dist.all_reduce(param.grad, group=holders)
         # /Q5.6
-    for group, gradients in parts.items():
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            # all_reduce(SUM) over dp, or over edp for experts: every holder now has the whole sum
-            dist.all_reduce(flat, group=group)
-            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-                gradient.copy_(total.view_as(gradient))
 
 
 # ── what a library adds ──────────────────────────────────────────────────────────────────────
 
 
-def capacity(s, E, k, factor):
-    """Return how many of s tokens an expert takes: ceil(factor · s·k / E), at most s. A factor of
-    1.1 is exactly 11/10."""
-    return min(s, math.ceil(Fraction(str(factor)) * s * k / E))
+def drop(chosen_sk, gates_sk, E, factor, first="token"):
+    """Return the choices, with E in place of those beyond the capacity of their expert.
 
-
-def drop(chosen_sk, gates_sk, E, most, first="token"):
-    """Return the choices, with E in place of those beyond the `most` tokens that an expert takes.
-
-    first: "token" keeps the earliest tokens (Switch), "gate" the largest gates. Of five tokens that
-    all choose expert 0 with gates .1 .5 .3 .5 .2, and a most of 2, the first rule keeps tokens 0
-    and 1, the second keeps tokens 1 and 3.
+    Of s tokens, an expert takes ceil(factor · s·k / E). first: "token" keeps the earliest tokens
+    (Switch), "gate" the largest gates. Of five tokens that all choose expert 0 of 4 with gates
+    .1 .5 .3 .5 .2 and a factor of 1, the first rule keeps tokens 0 and 1, the second 1 and 3. A
+    token that chose E already is padding.
     """
+    choices = int((chosen_sk < E).sum())
+    most = math.ceil(round(factor * choices / E, 9))  # 1.1 · 100 is a hair above 110
     chosen, gates = chosen_sk.flatten().clone(), gates_sk.flatten()
     for expert in range(E):
         queue = (chosen == expert).nonzero().flatten()
@@ -423,9 +412,7 @@ class Router(PlainRouter):
             chosen_sk = chosen_sk.masked_fill(~real_bS.reshape(-1, 1), self.E)
         kept_sk = chosen_sk
         if self.factor:
-            s = int((chosen_sk[:, 0] < self.E).sum())
-            most = capacity(s, self.E, self.k, self.factor)
-            kept_sk = drop(chosen_sk, gates_sk.detach(), self.E, most, self.first)
+            kept_sk = drop(chosen_sk, gates_sk.detach(), self.E, self.factor, self.first)
         gates_sk = gates_sk.masked_fill(kept_sk == self.E, 0)
         self.count_in_backward(gates_sk, chosen_sk, kept_sk)
         aux = None
@@ -537,52 +524,6 @@ def attach_loss(x, aux):
     return _AttachLoss.apply(x, aux)
 
 
-@torch.no_grad()
-def place_experts(moe, places):
-    """Move experts, so that place i of all ranks' places holds expert places[i]. Copies of an
-    expert take turns: the output stays what it was.
-
-    Serving copies hot experts by measured load (DeepSeek-V3, section 3.4). In training the copies'
-    gradients would need a sum in each step: that is data parallelism by another name.
-    """
-    e, path = len(places) // size(moe.group), moe.path
-    for name, weight in list(moe.experts.named_parameters()):
-        whole = weight.new_empty(moe.router.E, *weight.shape[1:])
-        # all_gather over ep, e experts from each rank: every rank now holds all experts
-        dist.all_gather_single(whole, weight, group=moe.group)
-        setattr(moe.experts, name, nn.Parameter(whole))
-    moe.experts.keep(places[dist.get_rank(moe.group) * e :][:e])
-    moe.path = lambda x, chosen_sk, *rest: path(x, take_turns(chosen_sk, places), *rest)
-
-
-def take_turns(chosen_sk, places):
-    """Return the place for each choice: token t goes to the expert's copy t modulo their number."""
-    copies = [[i for i, held in enumerate(places) if held == x] for x in range(max(places) + 1)]
-    copies.append([len(places)])  # a dropped choice stays dropped
-    turn = lambda token, expert: copies[expert][token % len(copies[expert])]
-    turns = [[turn(t, expert) for expert in row] for t, row in enumerate(chosen_sk.tolist())]
-    return chosen_sk.new_tensor(turns).view_as(chosen_sk)
-
-
-def places_by_load(load_E, n, number):
-    """Choose the expert of each of `number` places on n ranks, so that the busiest rank has little.
-
-    Each further copy is of the expert with the most load per copy. Then the busiest copies first go
-    to the rank with the least load that has room. Source: github.com/deepseek-ai/EPLB.
-    """
-    copies = [1] * len(load_E)
-    per_copy = lambda expert: load_E[expert] / copies[expert]
-    for _ in range(number - len(load_E)):
-        copies[max(range(len(load_E)), key=per_copy)] += 1
-    held, load = [[] for _ in range(n)], [0.0] * n
-    for expert in sorted(range(len(load_E)), key=per_copy, reverse=True):
-        for _ in range(copies[expert]):
-            rank = min((r for r in range(n) if len(held[r]) < number // n), key=load.__getitem__)
-            held[rank].append(expert)
-            load[rank] += per_copy(expert)
-    return sum(held, [])
-
-
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
 from functools import partial
@@ -599,96 +540,73 @@ def make_groups(ep, nodes=1, timeout=20):
     return Groups(dist.group.WORLD, *(new(row.tolist())[0] for row in rows))
 
 
-def serial_choices(scores_sE, real_s, k, limit=None):
-    """The twin's choices, token by token, as a mask (s, E) in the dtype of the scores."""
-    chosen_sE, E = torch.zeros_like(scores_sE), scores_sE.shape[1]
-    for token, row in enumerate(scores_sE.tolist()):
-        allowed = range(E)
-        if limit:
-            per = E // limit[0]  # experts of a group
-            value = lambda g: sum(sorted(row[g * per : (g + 1) * per])[-max(1, k // limit[1]) :])
-            best = sorted(range(limit[0]), key=value, reverse=True)[: limit[1]]
-            allowed = [expert for expert in allowed if expert // per in best]
-        if real_s[token]:
-            chosen_sE[token, sorted(allowed, key=lambda expert: -row[expert])[:k]] = 1
-    return chosen_sE
-
-
-def serial_layer(
-    x_BSD, weights, real_BS, ranks, k, bias=(), score="softmax", renormalize=True, scale=1.0,
-    limit=None, factor=None, first="token", balance=0.0, z=0.0, scope="batch",
-):  # fmt: skip
+def serial_layer(x_BSD, weights, real_BS, k, bias=(), renormalize=True, balance=0.0, z=0.0):
     """The twin: the whole layer on the tokens of all ranks, from the formulas, in plain torch.
 
     weights: the layer's parameters by name. Returns the output, the auxiliary loss, and a mask
-    (tokens, E) of the choices that were not dropped.
+    (tokens, E) of the choices. The tests have a longer twin, with all options of Router.
     """
-    x_sD, real_s = x_BSD.flatten(0, 1), real_BS.flatten().to(x_BSD.dtype)
+    x_sD, real_s1 = x_BSD.flatten(0, 1), real_BS.reshape(-1, 1).to(x_BSD.dtype)
     logits_sE = x_sD @ weights["router.weight"].T
-    scores_sE = logits_sE.softmax(-1) if score == "softmax" else 1 / (1 + (-logits_sE).exp())
-    E = logits_sE.shape[1]
+    scores_sE, E = logits_sE.softmax(-1), logits_sE.shape[1]
     biased_sE = scores_sE.detach() + nnf.pad(scores_sE.new_tensor(bias), (0, E - len(bias)))
-    chosen_sE = serial_choices(biased_sE, real_s, k, limit)
+    chosen_sE = real_s1 * torch.zeros_like(biased_sE).scatter(1, biased_sE.topk(k).indices, 1.0)
     gates_sE = chosen_sE * scores_sE
     if renormalize:
         gates_sE = gates_sE / gates_sE.sum(-1, keepdim=True).clamp(min=1e-300)
-    kept_sE = chosen_sE.clone()
-    for rank, own in enumerate(torch.arange(len(x_sD)).chunk(ranks) if factor else ()):
-        most = math.ceil(round(factor * real_s[own].sum().item() * k / E, 9))
-        for expert in range(E):
-            queue = [token for token in own.tolist() if chosen_sE[token, expert]]
-            if first == "gate":
-                queue.sort(key=lambda token: -gates_sE[token, expert].item())
-            kept_sE[queue[most:], expert] = 0
-    both = lambda name: (weights[f"{name}.gate_up"], weights[f"{name}.down"])
-    y_sD = serial_mixture(x_sD, scale * kept_sE * gates_sE, *both("experts"))
-    y_sD = y_sD + serial_mixture(x_sD, x_sD.new_ones(len(x_sD), 1), *both("shared"))
-    terms, share_sE = [], real_s[:, None] * scores_sE / scores_sE.sum(-1, keepdim=True)
-    for segment in torch.arange(len(x_sD)).chunk(len(x_BSD) if scope == "sequence" else 1):
-        T = real_s[segment].sum()
-        f_E, P_E = E / (k * T) * chosen_sE[segment].sum(0), share_sE[segment].sum(0) / T
-        terms.append((f_E * P_E).sum())
-    log_z = logits_sE.exp().sum(-1).log()
-    aux = balance * sum(terms) / len(terms) + z * (real_s * log_z**2).sum() / real_s.sum()
-    return y_sD.view_as(x_BSD), aux, kept_sE
+    expert = lambda name: (weights[f"{name}.gate_up"], weights[f"{name}.down"])
+    y_sD = serial_mixture(x_sD, gates_sE, *expert("experts"))
+    y_sD = y_sD + serial_mixture(x_sD, x_sD.new_ones(len(x_sD), 1), *expert("shared"))
+    tokens, log_z_s1 = real_s1.sum(), logits_sE.exp().sum(-1, keepdim=True).log()
+    f_E, P_E = E / (k * tokens) * chosen_sE.sum(0), (real_s1 * scores_sE).sum(0) / tokens
+    aux = balance * (f_E * P_E).sum() + z * (real_s1 * log_z_s1**2).sum() / tokens
+    return y_sD.view_as(x_BSD), aux, chosen_sE
 
 
-def bytes_sent(path, homes_nsP, D, k, groups):
-    """By formula: bytes that leave this rank in forward and backward of a layer, in float64.
+def rows_by_rank(kept_nsE, nodes):
+    """Count rows from rank to rank on each rung: {name: (n, n)}. kept_nsE is 1 where a token of a
+    rank goes to an expert."""
+    n, s, _ = kept_nsE.shape
+    places, kept_nsE = n // nodes, kept_nsE.cpu()
+    one_hop_nn = kept_nsE.view(n, s, n, -1).sum((1, 3))
+    to_node = kept_nsE.view(n, s, nodes, -1).amax(-1).sum(1)  # tokens with an expert there
+    across_nn, inside_nn = torch.zeros(2, n, n, dtype=torch.long)
+    for sender in range(n):
+        for to in range(n):
+            node = to // places
+            relay = node * places + sender % places  # the sender's place in the other node
+            across_nn[sender, relay] = to_node[sender, node]
+            inside_nn[relay, to] += one_hop_nn[sender, to]
+    return {"gather_tokens": torch.full((n, n), s), "one_hop": one_hop_nn,
+            "two_hops, across": across_nn, "two_hops, inside": inside_nn}  # fmt: skip
 
-    homes_nsP is 1 where a token of a rank of the ep group goes to one of its places P. Returns
-    bytes to ranks of this node and bytes to other nodes; the first are all of gather_tokens.
-    """
-    (n, s, P), places = homes_nsP.shape, dist.get_world_size(groups.inside)
-    rank, e, ranks = dist.get_rank(groups.ep), P // n, torch.arange(n)
-    node, place = divmod(rank, places)
-    path = getattr(path, "func", path)  # a partial binds the groups of two_hops
+
+def bytes_sent(path, kept_nsE, D, k, groups):
+    """By formula: bytes that leave this rank in forward and backward of a layer, in float64, and
+    how many of them two_hops sends to other nodes."""
+    n, e, rank = len(kept_nsE), kept_nsE.shape[2] // len(kept_nsE), dist.get_rank(groups.ep)
+    nodes = dist.get_world_size(groups.across)
+    rows, path = rows_by_rank(kept_nsE, nodes), getattr(path, "func", path)
+
+    def hop(name, counts, k=0):
+        """Rows go out and results return, and backward does both again. Counts and the k choices
+        of a row have no gradient; its k gates have."""
+        rows_nn = rows[name].clone().fill_diagonal_(0)
+        out, back = rows_nn[rank].sum().item(), rows_nn[:, rank].sum().item()
+        return 8 * (2 * D * (out + back) + k * (2 * out + back) + counts)
+
     if path is gather_tokens:
-        return 8 * (n - 1) * s * (4 * D + 3 * k), 0
-    rows_nn = homes_nsP.view(n, s, n, e).sum((1, 3)).cpu()  # from rank to rank
+        return hop("gather_tokens", 0, k), 0
     if path is one_hop:
-        near, moved_n = ranks // places == node, rows_nn[rank] + rows_nn[:, rank]
-        others = near & (ranks != rank), ~near
-        return [8 * (2 * D * moved_n[to] + e).sum().item() for to in others]
-    own = lambda rows: rows.clone().fill_diagonal_(0)
-    fan = own(rows_nn.view(-1, places, n // places, places).sum(0)[:, node])
-    hop = own(homes_nsP.view(n, s, n // places, -1).amax(-1).sum(1)[place::places]).cpu()
-    out, back = hop[node].sum(), hop[:, node].sum()
-    across = 2 * D * (out + back) + k * (2 * out + back) + n // places - 1
-    inside = 2 * D * (fan[place] + fan[:, place]).sum() + e * (places - 1)
-    return 8 * inside.item(), 8 * across.item()
+        return hop("one_hop", e * (n - 1)), 0
+    across = hop("two_hops, across", nodes - 1, k)
+    return across + hop("two_hops, inside", e * (n // nodes - 1)), across
 
 
-# What `check` saw on this rank: relative errors by name; (measured, formula) of bytes sent and of
-# bytes held; bytes to other nodes; events; gradients and the right ones, by name; the twin's
-# choices; the layer; the twin's parameters by name
-Checked = namedtuple("Checked", "errors sent held across events pairs kept_nsE moe twin")
-
-
-def batch(n, device, S=6, D=16, padded=False):
+def batch(n, device, padded=False):
     """Tokens of all ranks (2n, S, D), a weight for each of their numbers, to make a loss of it, and
     which tokens are real (2n, S). Tokens have a mean, so that the load is uneven."""
-    draw, B = torch.Generator().manual_seed(1), 2 * n
+    draw, (B, S, D) = torch.Generator().manual_seed(1), (2 * n, 6, 16)
     x_BSD, weight_BSD = torch.randn(2, B, S, D, dtype=torch.float64, generator=draw)
     real_BS = torch.rand(B, S, generator=draw) > (0.4 if padded else -1)
     return (x_BSD + 0.5).to(device), weight_BSD.to(device) / (B * S), real_BS.to(device)
@@ -707,49 +625,40 @@ def both(path, groups, device, bias=(), E=8, D=16, F=12, **options):
     return moe, {name: w.detach().clone().requires_grad_() for name, w in whole.named_parameters()}
 
 
-def check(groups, path, device, S=6, times=1, places=None, padded=False, bias=(), E=8, **options):
+# What `check` saw on this rank: relative errors by name; (measured, formula) of bytes sent and of
+# bytes held; bytes to other nodes in two hops; events; values and the right ones, by name; the
+# twin's choices; the layer; the twin's parameters by name
+Checked = namedtuple("Checked", "errors sent held across events pairs kept_nsE moe twin")
+
+
+def check(groups, path, device, times=1, padded=False, bias=(), E=8, twin=serial_layer, **options):
     """Take one step of a layer, of `times` its loss, beside the twin on the tokens of all ranks."""
     n, rank, ep = dist.get_world_size(), dist.get_rank(), dist.get_world_size(groups.ep)
-    moe, twin = both(path, groups, device, bias, E, **options)
-    D, k = moe.router.weight.shape[1], moe.router.k
-    x_BSD, weight_BSD, real_BS = batch(n, device, S, D, padded)
+    own = lambda t_B: t_B.chunk(n)[rank]
+    moe, weights = both(path, groups, device, bias, E, **options)
+    x_BSD, weight_BSD, real_BS = batch(n, device, padded)
     x_BSD.requires_grad_()
-    y_BSD, aux, kept_sE = serial_layer(x_BSD, twin, real_BS, n, bias=bias, **options)
+    y_BSD, aux, kept_sE = twin(x_BSD, weights, real_BS, bias=bias, **options)
     ((y_BSD * weight_BSD).sum() + aux).backward()
-    if places:
-        place_experts(moe, places)
-    x_bSD = x_BSD.detach().chunk(n)[rank].clone().requires_grad_()
+    x_bSD = own(x_BSD.detach()).clone().requires_grad_()
     with Ledger() as ledger:
-        y_bSD = moe(x_bSD, real_BS.chunk(n)[rank])
-        (y_bSD * weight_BSD.chunk(n)[rank] * times).sum().backward()
+        y_bSD = moe(x_bSD, own(real_BS))
+        (y_bSD * own(weight_BSD) * times).sum().backward()
     reduce_gradients(moe, groups.world, groups.replicas)
 
-    pairs = {name: (param.grad, twin[name].grad) for name, param in moe.named_parameters()}
-    for name in shard_specs(moe):
-        whole = pairs[name][1].chunk(ep)[rank % ep]
-        pairs[name] = (whole if places else pairs[name][0]), whole  # copies' gradients need a sum
-    pairs |= {"output": (y_bSD, y_BSD.chunk(n)[rank])}
-    pairs |= {"input": (x_bSD.grad, x_BSD.grad.chunk(n)[rank])}
-    errors = {name: relative_error(*map(torch.Tensor.detach, pair)) for name, pair in pairs.items()}
+    pairs = {"output": (y_bSD, own(y_BSD)), "input": (x_bSD.grad, own(x_BSD.grad))}
+    for name, param in moe.named_parameters():
+        right = weights[name].grad
+        pairs[name] = param.grad, right.chunk(ep)[rank % ep] if name in shard_specs(moe) else right
+    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
     kept_nsE = kept_sE.view(n // ep, ep, -1, E)[rank // ep].long()
-    inside, across = bytes_sent(path, in_places(kept_nsE, places), D, k, groups)
-    counts = {"batch": E, "sequence": 2}[moe.router.scope] * 8 * 2 * (n - 1) / n
-    losses = moe.router.balance or moe.router.z
-    sent = sum(ledger.sent.values()), inside + across + (counts if losses else 0)
-    weights = 3 * D * moe.experts.down.shape[-1] * (len(places or range(E)) // ep)
-    held = held_by(moe.experts), 4 * 8 * weights
-    return Checked(errors, sent, held, across, ledger.events, pairs, kept_nsE, moe, twin)
-
-
-def in_places(kept_nsE, places):
-    """The mask of choices as a mask of places, where copies of an expert take turns."""
-    if not places:
-        return kept_nsE
-    homes_nsP = kept_nsE.new_zeros(*kept_nsE.shape[:2], len(places))
-    for rank, token, expert in kept_nsE.nonzero().tolist():
-        copies = [place for place, held in enumerate(places) if held == expert]
-        homes_nsP[rank, token, copies[token % len(copies)]] = 1
-    return homes_nsP
+    D, k, router = x_BSD.shape[-1], moe.router.k, moe.router
+    formula, across = bytes_sent(path, kept_nsE, D, k, groups)
+    if router.balance or router.z:  # counts for the balance loss
+        formula += (E if router.scope == "batch" else 2) * 8 * 2 * (n - 1) / n
+    held = held_by(moe.experts), 4 * 8 * (E // ep) * 3 * D * moe.experts.down.shape[-1]
+    sent = sum(ledger.sent.values()), formula
+    return Checked(errors, sent, held, across, ledger.events, pairs, kept_nsE, moe, weights)
 
 
 def held_by(experts):
@@ -761,122 +670,51 @@ def held_by(experts):
     return sum(t.nbytes for t in weights + moments)
 
 
-def averaged_aux(groups, device, D=16, E=8, k=2):
-    """Wrong on purpose: each rank's own balance loss, averaged over ranks. Returns its error and
-    the predicted error: a mean of products is the product of means and the covariance."""
-    n, (x_BSD, _, real_BS) = dist.get_world_size(), batch(dist.get_world_size(), device)
-    torch.manual_seed(0)
-    router = Router(D, E, k, balance=1.0).double().to(device)
-    aux = router(x_BSD.chunk(n)[dist.get_rank()]).aux.detach()
-    # all_reduce(SUM) over dp, 1: every rank now has n times the mean over ranks
-    dist.all_reduce(aux, group=groups.world)
-    scores_sE = (x_BSD.flatten(0, 1) @ router.weight.detach().T).softmax(-1)
-    chosen_sE = serial_choices(scores_sE, real_BS.flatten(), k)
-    f_nE, P_nE = E / k * chosen_sE.view(n, -1, E).mean(1), scores_sE.view(n, -1, E).mean(1)
-    right = (f_nE.mean(0) * P_nE.mean(0)).sum()
-    covariance = ((f_nE - f_nE.mean(0)) * (P_nE - P_nE.mean(0))).mean(0).sum()
-    return relative_error(aux / n, right), abs(covariance / right).item()
-
-
-def skipped(checked, groups):
-    """Wrong on purpose: an expert without tokens on a replica leaves its gradient None there, so
-    that the sum over replicas passes over it. Returns the largest error of an expert."""
-    pairs = list(zip(*checked.pairs["experts.down"]))
-    first, used = dist.get_rank(groups.ep) * len(pairs), checked.kept_nsE.sum((0, 1)) > 0
-    errors = [relative_error(own * used[i], right) for i, (own, right) in enumerate(pairs, first)]
-    worst = torch.tensor(max(errors), dtype=torch.float64, device=used.device)
-    # all_reduce(MAX) over all ranks, 1: on some ranks every expert has a token
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.world)
-    return worst.item()
-
-
 def proof(groups, part, device):
     """Yield the rows of the table. groups: one ep group of all ranks; part: two ep groups of half
-    the ranks each, or of this rank alone."""
+    the ranks each, or of this rank alone. The options of Router are held in the tests."""
     n, ep = dist.get_world_size(), dist.get_world_size(part.ep)
-    hops = partial(two_hops, nodes=(groups.inside, groups.across))
-    nodes, k1 = dist.get_world_size(groups.across), dict(k=1, renormalize=False)
-    v3 = dict(k=4, score="sigmoid", limit=(4, 2), scale=2.5, balance=0.1, z=0.01, scope="sequence")
-    losses = dict(k=2, balance=0.1, z=0.01, padded=True)
-    hot = check(groups, one_hop, device, k=2, bias=[0.3]).kept_nsE.sum((0, 1)).tolist()
-    copies = dict(k=2, bias=[0.3], places=places_by_load(hot, n, 16))
+    hops, nodes = partial(two_hops, nodes=groups[3:]), dist.get_world_size(groups.across)
     rows = {
         f"gather_tokens, ep {n}": (groups, gather_tokens, dict(k=2)),
         f"one_hop, ep {n}": (groups, one_hop, dict(k=2)),
         f"two_hops, {nodes} nodes of {n // nodes}": (groups, hops, dict(k=2)),
         f"one_hop, ep {ep} in dp {n}": (part, one_hop, dict(k=2)),
-        "  every expert on every rank, ep 1": (make_groups(1), one_hop, dict(k=2)),
-        "  k 1, one expert takes everything": (part, one_hop, k1 | dict(bias=[9])),
-        "  capacity 1.25, by gate": (groups, hops, dict(k=4, factor=1.25, first="gate")),
-        "  balance loss and z-loss, padding": (part, one_hop, losses),
-        "  sigmoid, 2 of 4 groups, sequences": (groups, hops, v3),
-        "  16 places for 8 experts, by load": (groups, one_hop, copies),
-    }
+        "  one expert takes everything": (part, one_hop, dict(k=1, renormalize=False, bias=[9])),
+        "  balance loss and z-loss, padding": (
+            part, one_hop, dict(k=2, balance=0.1, z=0.01, padded=True)),
+    }  # fmt: skip
     for name, (which, path, layer) in rows.items():
         checked = check(which, path, device, **layer)
         yield Row(name, max(checked.errors.values()), checked.sent, checked.held)
-    if n == 1:
-        return
-    error, predicted = averaged_aux(groups, device)
-    yield Row("balance loss averaged over ranks", error, wrong=predicted)
-    if ep > 1:  # each loss a mean over its rank's tokens, each gradient over those who hold it
-        gradient, right = check(part, one_hop, device, times=n, k=2).pairs["experts.down"]
-        averaged = gradient / dist.get_world_size(part.replicas)
-        yield Row("expert gradients, replicas' mean", relative_error(averaged, right), wrong=ep - 1)
-    checked = check(part, one_hop, device, S=1, **k1)
-    yield Row("expert without a token skipped", skipped(checked, part), wrong=1)
+    if n > 1:  # each loss a mean over its rank's tokens, each gradient over those who hold it
+        gradient, right = check(groups, one_hop, device, times=n, k=2).pairs["experts.down"]
+        averaged = gradient / dist.get_world_size(groups.replicas)
+        yield Row("expert gradients, replicas' mean", relative_error(averaged, right), wrong=n - 1)
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
-WAYS = {  # to even the load, by a number x: (options of the router, rate of its bias)
-    "none": lambda x: ({}, 0.0), "aux": lambda x: ({"balance": x}, 0.0),
-    "bias": lambda x: ({}, x), "capacity": lambda x: ({"factor": x}, 0.0),
-    "z": lambda x: ({"z": x}, 0.0),
-}  # fmt: skip
 
-
-def way(text):
-    """Read a word such as "aux:0.02": (options of the router, rate of its bias)."""
-    name, _, number = text.partition(":")
-    try:
-        return WAYS[name](float(number) if name != "none" else None)
-    except (KeyError, ValueError):
-        choices = "dense, none, aux:0.02, bias:0.02, capacity:1.25 or z:0.01"
-        raise ValueError(f"--balance {text}: use words such as {choices}") from None
-
-
-class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next byte (b, S, V): the last four bytes, and one layer."""
-
-    def __init__(self, layer, D, V=256):
-        super().__init__()
-        self.history, self.layer = nn.Embedding(4 * V, D), layer
-        self.norm_layer, self.norm, self.head = nn.RMSNorm(D), nn.RMSNorm(D), nn.Linear(D, V)
-
-    def embed(self, x_bS):
-        """The sum of an embedding for each of the last four bytes, (b, S, D)."""
-        last4_bS4 = nnf.pad(x_bS, (3, 0)).unfold(1, 4, 1)
-        return self.history(last4_bS4 + 256 * torch.arange(4, device=x_bS.device)).sum(2)
+class History(nn.Embedding):
+    """Bytes (b, S) to (b, S, D): the sum of an embedding for each of the last four bytes."""
 
     def forward(self, x_bS):
-        x_bSD = self.embed(x_bS)
-        x_bSD = x_bSD + self.layer(self.norm_layer(x_bSD))
-        return self.head(self.norm(x_bSD))
+        last4_bS4 = nnf.pad(x_bS, (3, 0)).unfold(1, 4, 1)
+        return super().forward(last4_bS4 + 256 * torch.arange(4, device=x_bS.device)).sum(2)
 
 
-def build(how, groups, device, D=64):
-    """A model with 8 experts, of which a token chooses one beside a shared one, and `how` to even
-    their load; "dense" has one network as wide as these two."""
+def build(groups, device, D=64, E=8, F=64, shared=64, **options):
+    """A model of the next byte: a token chooses one of E experts beside a shared one."""
     torch.manual_seed(0)
-    if how == "dense":
-        return LanguageModel(Experts(1, D, 2 * D), D).to(device)
-    router = Router(D, 8, 1, renormalize=False, group=groups.world, **way(how)[0])
-    return LanguageModel(MoE(router, D, groups.ep, shared=D), D).to(device)
+    router = Router(D, E, 1, renormalize=False, group=groups.world, **options)
+    layer, head = MoE(router, F, groups.ep, shared), nn.Linear(D, 256)
+    return nn.Sequential(History(4 * 256, D), nn.RMSNorm(D), layer, nn.RMSNorm(D), head).to(device)
 
 
-def training(model, how, args, groups, device):
-    """Train on text; yield each step's loss, in nats per byte, and its load (2, E), or None."""
+def training(model, rate, args, groups, device):
+    """Train on text, with this rate of the bias; yield each step's loss, in nats per byte, and its
+    load (2, E)."""
     n, rank, text = dist.get_world_size(), dist.get_rank(), read_text(args.text, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     for step in range(args.steps):
@@ -891,67 +729,32 @@ def training(model, how, args, groups, device):
         loss = loss.detach()
         # all_reduce(SUM) over dp, 1: the shares of the loss, for the reader
         dist.all_reduce(loss, group=groups.world)
-        yield loss.item(), None if how == "dense" else model.layer.router.update_bias(way(how)[1])
-
-
-def unevenness(load_2E, n):
-    """The busiest expert's and the busiest rank's tokens, over the mean; the variance of experts'
-    tokens over the squared mean; the dropped share."""
-    if load_2E is None:  # a dense layer
-        return [math.nan] * 4
-    chosen_E, kept_E = load_2E.double()
-    over_mean = lambda load: (load.max() / load.mean()).item()
-    variance = (kept_E.var(correction=0) / kept_E.mean() ** 2).item()
-    dropped = 1 - (kept_E.sum() / chosen_E.sum()).item()
-    return [over_mean(kept_E), over_mean(kept_E.view(n, -1).sum(1)), variance, dropped]
+        yield loss.item(), model[2].router.update_bias(rate)
 
 
 def train(args, groups, device):
-    """Train a model for each way to even the load, and print the first and the last loss and means
-    of the last ten steps. Returns {way: rows of a step: loss, and its unevenness}."""
-    text, n, runs = read_text(args.text, 0), dist.get_world_size(), {}
-    x_bS = sample(text, 0, args.batch, 64)[0].to(device)
-    say(
-        f"\n8 experts on {n} ranks, of which a token chooses one beside a shared one; dense: one "
-        f"network as wide as those two.\n{args.steps} steps; the unigram entropy of the text is "
-        f"{unigram_entropy(text):.3f}. Means of the last ten steps; busiest: tokens over the mean\n"
-        "way            loss, first, last  busiest expert, rank   variance   dropped   (log Z)²"
-    )
-    for how in args.balance:
-        model, log_z = build(how, groups, device), math.nan
-        steps = training(model, how, args, groups, device)
-        runs[how] = [[loss, *unevenness(load, n)] for loss, load in steps]
-        if how != "dense":
-            with torch.no_grad():
-                logits_sE = model.layer.router.logits(model.norm_layer(model.embed(x_bS)))
-            log_z = logits_sE.logsumexp(-1).square().mean().item()
-        loss, expert, rank, variance, dropped = torch.tensor(runs[how][-10:]).mean(0).tolist()
-        load = f"{expert:18.2f}{rank:7.2f}{variance:13.3f}{dropped:10.1%}{log_z:11.2f}"
-        say(f"{how:14}{runs[how][0][0]:9.3f}{loss:9.3f}{load if how != 'dense' else ''}")
-    return runs
+    """Train without and with a bias that evens the load; print what each run reached."""
+    entropy = unigram_entropy(read_text(args.text, 0))
+    say(f"\n{args.steps} steps, 8 experts; the unigram entropy of the text is {entropy:.3f}")
+    say("rate of the bias   loss, first and last   busiest expert's tokens / mean, last ten steps")
+    for rate in 0.0, 0.02:
+        losses, loads = zip(*training(build(groups, device), rate, args, groups, device))
+        chosen_E = sum(loads[-10:])[0].double()
+        busiest = (chosen_E.max() / chosen_E.mean()).item()
+        say(f"{rate:16}{losses[0]:15.3f}{losses[-1]:9.3f}{busiest:13.2f}")
 
 
-def draw(runs, path):
-    """Draw, for each way to even the load, the busiest expert's load and the loss over steps."""
+def draw(rows, path):
+    """Draw how many rows each rank sends to each rank, on each rung of the ladder."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    smooth = lambda series: torch.tensor(series).unfold(0, 10, 1).mean(1)
-    series = {how: [smooth(column) for column in zip(*rows)] for how, rows in runs.items()}
-    first = next(iter(series))
-    for (how, (loss, expert, *_, dropped)), line in zip(series.items(), ["-", "--", "-", ":"] * 9):
-        note = f" ({dropped.mean():.0%} of choices dropped)" if dropped.any() else ""
-        steps = range(9, 9 + len(loss))
-        left.plot(steps, expert, line, label=how + note)
-        right.plot(steps, loss - series[first][0], line)
-    left.set_title("tokens of the busiest expert / mean", loc="left", fontsize=10)
-    right.set_title(f"loss minus loss of {first}, nats per byte", loc="left", fontsize=10)
-    left.set_ylim(bottom=1)
-    left.legend(fontsize=9, frameon=False)
-    for axis in (left, right):
-        axis.set_xlabel("step (mean of 10)")
-        axis.spines[["top", "right"]].set_visible(False)
+    figure, n = Figure(figsize=(12, 3.4), layout="constrained"), len(rows["one_hop"])
+    for axes, (name, rows_nn) in zip(figure.subplots(1, len(rows)), rows.items()):
+        axes.imshow(rows_nn, cmap="Blues", vmin=0, vmax=2 * rows["one_hop"].max())
+        for i in range(n * n):
+            axes.text(i % n, i // n, rows_nn.flatten()[i].item(), ha="center", va="center")
+        axes.set(title=f"{name}: rows", xlabel="to rank", ylabel="from rank")
+        axes.set(xticks=range(n), yticks=range(n))
     figure.savefig(path, dpi=110)
 
 
@@ -962,15 +765,16 @@ def main(args, device):
     groups, part = make_groups(n, nodes, args.timeout), make_groups(n // nodes, 1, args.timeout)
     say(f"05 expert parallelism · {n} ranks · {dist.get_backend()} · {device.type}")
     broken = prove(list(proof(groups, part, device)), device)
-    hops = partial(two_hops, nodes=(groups.inside, groups.across))
-    paths = (one_hop, {}), (hops, {}), (hops, {"limit": (nodes, 1)})
-    across = [check(groups, path, device, k=4, **limit).across for path, limit in paths]
-    say("\nk 4, bytes of rank 0 to other nodes: {:,.0f} in one hop, {:,.0f} in two, {:,.0f} in two "
-        "with experts of one node for each token".format(*across))  # fmt: skip
-    runs = train(args, groups, device) if args.steps else {}
+    rows = rows_by_rank(check(groups, one_hop, device, k=4).kept_nsE, nodes)
+    node_n = torch.arange(n) // (n // nodes)
+    other_nn = node_n[:, None] != node_n
+    one, two = (rows[hop][other_nn].sum() for hop in ("one_hop", "two_hops, across"))
+    say(f"\nk 4: {one} rows cross to another node in one hop, {two} in two hops")
     if args.plot and dist.get_rank() == 0:
-        draw(runs, args.plot)
+        draw(rows, args.plot)
         say(f"drew {args.plot}")
+    elif args.steps and not args.plot:
+        train(args, groups, device)
     return broken
 
 
@@ -980,10 +784,6 @@ def validate(args, ranks):
         raise ValueError(f"{ranks} ranks do not divide 8 experts: use 1, 2, 4 or 8")
     if args.batch < ranks:
         raise ValueError(f"--batch {args.batch}: each of {ranks} ranks needs at least 1")
-    if args.plot and args.steps < 10:
-        raise ValueError(f"--steps {args.steps}: a picture needs at least 10")
-    for text in set(args.balance) - {"dense"}:
-        way(text)
     read_text(args.text, at_least=65)
 
 
@@ -1252,9 +1052,6 @@ def _rank(local, ranks, main, args, folder=None):
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
 
-    parser = arguments(__doc__, ranks=4, steps=80, plot="the load and the loss over steps")
+    parser = arguments(__doc__, ranks=4, steps=80, plot="rows from rank to rank on each rung")
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
-    ways = "ways to even the load: dense, none, aux:0.02, bias:0.02, capacity:1.25, z:0.01"
-    default = ["dense", "none", "bias:0.02"]
-    parser.add_argument("--balance", nargs="+", default=default, metavar="WAY", help=ways)
     launch(main, parser.parse_args(), validate)
