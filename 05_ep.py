@@ -63,7 +63,7 @@ def serial_mixture(x_sD, gates_sE, gate_up, down):
 
 
 def size(group):
-    """Number of ranks of a group; None stands for this rank alone."""
+    """Return the number of ranks of a group; None stands for this rank alone."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -71,7 +71,7 @@ def _exchange(rows, sent, received, group):
     if group is None:
         return rows
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    # all_to_all over ep, uneven, perhaps no row: each rank now holds the rows that are for it
+    # all_to_all over ep, of unequal parts, some empty: each rank now holds the rows that are for it
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
 
@@ -107,11 +107,11 @@ def gather_tokens(x_sD, chosen_sk, gates_sk, experts, group):
     """
     n, s, e = size(group), len(x_sD), len(experts.down)
     first, splits = dist.get_rank(group) * e, ([s] * n, [s] * n, group)
-    # all_to_all of the same rows for every rank: backward then returns a gradient from every rank
+    # all_to_all of n copies of a row, one for each rank; backward adds up the copies' gradients
     copies = (t.repeat(n, 1) for t in (x_sD, chosen_sk, gates_sk))
     x_RD, chosen_Rk, gates_Rk = (_AllToAll.apply(t, *splits) for t in copies)
     pairs = [(chosen_Rk == expert).nonzero() for expert in range(first, first + e)]
-    token, choice = torch.cat(pairs).unbind(1)  # by expert
+    token, choice = torch.cat(pairs).unbind(1)  # sorted by expert
     rows = gates_Rk[token, choice, None] * experts(x_RD[token], [len(pair) for pair in pairs])
     y_RD = torch.zeros_like(x_RD).index_add(0, token, rows)
     return _AllToAll.apply(y_RD, *splits).view(n, s, -1).sum(0)  # over ranks
@@ -168,10 +168,10 @@ def dispatch(x_sD, plan):
 def combine(rows_RD, gates_sk, plan):
     """Bring rows (R, D) back, and add up the rows of each token, times their gates: (s, D).
 
-    A choice that was not sent adds nothing. The sum runs over the k choices in their order, so
-    that it gives the same bits each time, which index_add on a GPU does not.
+    A choice that was not sent adds nothing. The sum runs over the k choices in their order, and so
+    gives the same bits each time. (index_add on a GPU does not.)
     """
-    # regroup and order are undone, in that order: index_copy puts row i in place regroup[i]
+    # index_copy puts row i in place regroup[i]: it undoes the sort of dispatch, then that of order
     back_RD = torch.empty_like(rows_RD).index_copy(0, plan.regroup, rows_RD)
     rows = _AllToAll.apply(back_RD, plan.received, plan.sent, plan.group)
     results = rows.new_zeros(gates_sk.numel(), rows.shape[-1]).index_copy(0, plan.order, rows)
@@ -179,7 +179,7 @@ def combine(rows_RD, gates_sk, plan):
 
 
 def one_hop(x_sD, chosen_sk, gates_sk, experts, group):
-    """Send rows straight to the ranks of their experts, and the results back. As gather_tokens."""
+    """Send rows straight to the ranks of their experts, and results back. Args: gather_tokens'."""
     plan = make_plan(chosen_sk, len(experts.down), group)
     return combine(experts(dispatch(x_sD, plan), plan.runs), gates_sk, plan)
 
@@ -221,10 +221,8 @@ Routing = namedtuple("Routing", "chosen gates aux")
 
 
 def top(scores, k):
-    """Return the numbers of the k largest scores in each row; of equal scores, the first.
-
-    torch.topk promises no order among equals: of eight zeros, the CPU's top two are 6 and 5.
-    """
+    """Return the numbers of the k largest scores in each row; of equal scores, the first, where
+    torch.topk promises no order."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 
@@ -251,10 +249,8 @@ class PlainRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks side by side, each for its own rows: down(silu(gate(x)) · up(x)).
-
-    Args: number of networks, widths D and F. Weights: gate_up (E, 2F, D), down (E, D, F).
-    """
+    """SwiGLU networks side by side, each for its own rows; weights as in the twin. Args: number of
+    networks, widths D and F."""
 
     def __init__(self, E, D, F):
         super().__init__()
@@ -291,15 +287,17 @@ class MoE(nn.Module):
         self.router, self.group, self.path = router, group, path
         self.experts = Experts(E, D, F)
         self.shared = Experts(1, D, shared) if shared else None
-        name, dtype = getattr(path, "func", path).__name__, self.experts.down.dtype
-        agree_on(group, E=E, k=router.k, D=D, F=F, shared=shared, path=name, dtype=dtype)
+        if group is not None:
+            name, dtype = getattr(path, "func", path).__name__, self.experts.down.dtype
+            layer = dict(E=E, k=router.k, D=D, F=F, shared=shared, path=name, dtype=dtype)
+            agree([f"{name} {value}" for name, value in layer.items()], group)
         rank = 0 if group is None else dist.get_rank(group)
         for name, whole in list(self.experts.named_parameters()):
             setattr(self.experts, name, nn.Parameter(whole.detach().chunk(n)[rank].clone()))
 
     def forward(self, x_bSD, *options):
-        """(b, S, D) to (b, S, D), without the residual; `options` are for the router. A token whose
-        choices were all dropped gets the shared expert's result alone."""
+        """Map (b, S, D) to (b, S, D), without the residual; `options` are for the router. A token
+        whose choices were all dropped gets the shared expert's result alone."""
         x_sD, (chosen_sk, gates_sk, aux) = x_bSD.flatten(0, 1), self.router(x_bSD, *options)
         y_sD = self.path(x_sD, chosen_sk, gates_sk, self.experts, self.group)
         if self.shared:
@@ -308,15 +306,9 @@ class MoE(nn.Module):
         return y_bSD if aux is None else attach_loss(y_bSD, aux)
 
 
-def agree_on(group, **values):
-    """Raise Disagreement unless all ranks of a group have these values; None is this rank alone."""
-    if group is not None:
-        agree([f"{name} {value}" for name, value in values.items()], group)
-
-
 def shard_specs(module):
     """Return {name: (dimension, blocks)} of the parameters that ep splits, those of experts."""
-    layers = {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
+    layers = [name for name, part in module.named_modules() if isinstance(part, MoE)]
     names = [f"{name}.experts.{weight}" for name in layers for weight in ("gate_up", "down")]
     return {name.lstrip("."): (0, 1) for name in names}
 
@@ -330,7 +322,7 @@ def reduce_gradients(module, dense, replicas):
         #         other tokens for the same weights?
         #         hint: the loss was divided by all tokens, so nothing is divided here
         holders = replicas if name in split else dense
-        # all_reduce(SUM) over dp, or over edp for experts: every holder now has the whole sum
+        # all_reduce(SUM) over all ranks, or an expert's replicas: each holder now has the whole sum
         dist.all_reduce(param.grad, group=holders)
         # /Q5.6
 
@@ -341,10 +333,9 @@ def reduce_gradients(module, dense, replicas):
 def drop(chosen_sk, gates_sk, E, factor, first="token"):
     """Return the choices, with E in place of those beyond the capacity of their expert.
 
-    Of s tokens, an expert takes ceil(factor · s·k / E). first: "token" keeps the earliest tokens
-    (Switch), "gate" the largest gates. Of five tokens that all choose expert 0 of 4 with gates
-    .1 .5 .3 .5 .2 and a factor of 1, the first rule keeps tokens 0 and 1, the second 1 and 3. A
-    token that chose E already is padding.
+    Of s tokens, an expert takes ceil(factor · s·k / E): with a factor of 1, it takes 2 of 5 tokens
+    that all choose expert 0 of 4. first: "token" keeps the earliest (Switch), "gate" those with the
+    largest gates: tokens 1 and 3 for gates .1 .5 .3 .5 .2. A choice of E is padding's.
     """
     choices = int((chosen_sk < E).sum())
     most = math.ceil(round(factor * choices / E, 9))  # 1.1 · 100 is a hair above 110
@@ -361,10 +352,9 @@ class Router(PlainRouter):
     """Chooses k of E experts for each token, with the options of published models.
 
     Args:
-        score: "softmax", or "sigmoid" (DeepSeek-V3).
+        score: "softmax", or "sigmoid" (DeepSeek-V3); scale: a factor of all gates.
         renormalize: gates of a token sum to 1, which after a softmax equals PlainRouter (Mixtral).
             Otherwise gates are probabilities (Switch).
-        scale: a factor of all gates (DeepSeek-V3).
         limit: (groups, kept): a token chooses within its best `kept` groups of experts only.
         factor, first: capacity factor of a rank's tokens, None for no limit, and `drop`'s rule.
         balance, z, scope: coefficients of the auxiliary losses; "batch" or "sequence".
@@ -375,8 +365,7 @@ class Router(PlainRouter):
 
     `bias_E` takes part in the choice alone, and learns by `update_bias`. Raises ValueError where E,
     k and limit do not fit, where gates could not learn, or where ranks of the group differ.
-    Sources: Shazeer et al., arXiv:1701.06538; Switch, arXiv:2101.03961, section 2.2; z-loss,
-    arXiv:2202.08906; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    Sources: Switch, arXiv:2101.03961; z-loss, 2202.08906; DeepSeek-V3, 2412.19437, section 2.1.2.
     """
 
     def __init__(
@@ -395,13 +384,14 @@ class Router(PlainRouter):
         self.score, self.renormalize, self.scale, self.limit = score, renormalize, scale, limit
         self.factor, self.first, self.balance, self.z = factor, first, balance, z
         self.scope, self.microbatches = scope, microbatches
-        alike = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        if group is not None:
+            alike = [f"{name} {value}" for name, value in vars(self).items() if name[0] != "_"]
+            agree([f"D {D}", *alike], group)
         self.group, self.sequence_group = group, sequence_group
-        agree_on(group, D=D, **alike)
 
     def forward(self, x_bSD, real_bS=None):
-        """Tokens (b, S, D) to a Routing. real_bS is False for padding, which goes to no expert and
-        which no count and no loss knows."""
+        """Map tokens (b, S, D) to a Routing. real_bS is False for padding: padding goes to no
+        expert, and no count and no loss includes it."""
         logits_sE = self.logits(x_bSD)
         scores_sE = logits_sE.softmax(-1) if self.score == "softmax" else logits_sE.sigmoid()
         chosen_sk = self.choose(scores_sE.detach())
@@ -469,11 +459,9 @@ class Router(PlainRouter):
         return (self.balance * balance + self.z * z) / self.microbatches
 
     def count_in_backward(self, gates_sk, chosen_sk, kept_sk):
-        """Add how many tokens chose each expert, and how many it kept, to load_2E in backward.
-
-        A forward may run without training (validation) or twice (recomputation). Backward passes
-        the gates once for each forward that trains, so the count hangs on their gradient.
-        """
+        """Add how many tokens chose each expert, and how many it kept, to load_2E in backward. A
+        forward may run without training (validation) or twice (recomputation); backward comes by
+        the gates once."""
         pair = chosen_sk, kept_sk
         counts = [choices.flatten().bincount(minlength=self.E + 1)[: self.E] for choices in pair]
 
@@ -564,8 +552,7 @@ def serial_layer(x_BSD, weights, real_BS, k, bias=(), renormalize=True, balance=
 
 
 def rows_by_rank(kept_nsE, nodes):
-    """Count rows from rank to rank on each rung: {name: (n, n)}. kept_nsE is 1 where a token of a
-    rank goes to an expert."""
+    """Count rows from rank to rank on each rung: {name: (n, n)}. kept_nsE has a 1 for each row."""
     n, s, _ = kept_nsE.shape
     places, kept_nsE = n // nodes, kept_nsE.cpu()
     one_hop_nn = kept_nsE.view(n, s, n, -1).sum((1, 3))
@@ -662,12 +649,11 @@ def check(groups, path, device, times=1, padded=False, bias=(), E=8, twin=serial
 
 
 def held_by(experts):
-    """Bytes of parameters, of gradients, and of what AdamW holds for them after a step."""
+    """Return bytes of parameters, of gradients, and of what AdamW holds for them after a step."""
     optimizer = torch.optim.AdamW(experts.parameters(), lr=0)
     optimizer.step()
-    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    weights = [t for param in experts.parameters() for t in (param, param.grad)]
-    return sum(t.nbytes for t in weights + moments)
+    held = [(w, w.grad, *optimizer.state[w].values()) for w in experts.parameters()]
+    return sum(t.nbytes for tensors in held for t in tensors if t.dim())
 
 
 def proof(groups, part, device):
@@ -680,7 +666,7 @@ def proof(groups, part, device):
         f"one_hop, ep {n}": (groups, one_hop, dict(k=2)),
         f"two_hops, {nodes} nodes of {n // nodes}": (groups, hops, dict(k=2)),
         f"one_hop, ep {ep} in dp {n}": (part, one_hop, dict(k=2)),
-        "  one expert takes everything": (part, one_hop, dict(k=1, renormalize=False, bias=[9])),
+        "  one expert takes everything": (groups, one_hop, dict(k=1, renormalize=False, bias=[9])),
         "  balance loss and z-loss, padding": (
             part, one_hop, dict(k=2, balance=0.1, z=0.01, padded=True)),
     }  # fmt: skip
@@ -697,7 +683,7 @@ def proof(groups, part, device):
 
 
 class History(nn.Embedding):
-    """Bytes (b, S) to (b, S, D): the sum of an embedding for each of the last four bytes."""
+    """Maps bytes (b, S) to (b, S, D): the sum of an embedding for each of the last four bytes."""
 
     def forward(self, x_bS):
         last4_bS4 = nnf.pad(x_bS, (3, 0)).unfold(1, 4, 1)
