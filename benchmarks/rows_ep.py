@@ -12,13 +12,14 @@ NARROW, WIDE = 128, 1024  # experts' inner width: as narrow beside D as DeepSeek
 
 
 class Gather(torch.autograd.Function):
-    """Every rank's rows, to every rank; backward adds up what each found about them. With `home`
-    the other way round. The sum is an all-to-all and an addition: gloo's own moves twice as much.
+    """Sends every rank's rows to every rank; backward adds up their gradients from all ranks. With
+    `home`, forward adds up and backward sends. The sum is an all_to_all and an addition, because
+    gloo's own reduce-scatter moves twice as many bytes.
     """
 
     @staticmethod
     def forward(ctx, x, group, home):
-        ctx.given, n = (group, home), dist.get_world_size(group)
+        ctx.hop, n = (group, home), dist.get_world_size(group)
         if home:
             parts = torch.empty_like(x)
             dist.all_to_all_single(parts, x.contiguous(), group=group)
@@ -29,12 +30,12 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):
-        group, home = ctx.given
+        group, home = ctx.hop
         return Gather.apply(d_y, group, not home), None, None
 
 
 def all_gathered(x_sD, chosen_sk, gates_sk, experts, group):
-    """The naive layer: all tokens to all ranks, each adds what its experts have to say."""
+    """The naive layer: all tokens go to all ranks, and each rank returns its experts' results."""
     e, r = len(experts.down), dist.get_rank(group)
     x, expert, gates = (Gather.apply(t, group, False) for t in (x_sD, chosen_sk, gates_sk))
     pairs = [(expert == r * e + i).nonzero(as_tuple=True) for i in range(e)]
@@ -45,7 +46,7 @@ def all_gathered(x_sD, chosen_sk, gates_sk, experts, group):
 
 
 def step(layer, x_BSD):
-    """Forward and backward, from zero gradients."""
+    """Return a function that runs forward and backward, from zero gradients."""
 
     def run():
         layer.zero_grad()
@@ -56,7 +57,7 @@ def step(layer, x_BSD):
 
 
 def sent(run):
-    """Bytes that this rank sends in a step, or the mean over ranks where they differ."""
+    """Return the bytes that a rank sends in a step, a mean over ranks."""
     with ep.Ledger() as ledger:
         run()
     total = torch.tensor(float(sum(ledger.sent.values())), device=device())
@@ -65,19 +66,19 @@ def sent(run):
 
 
 def build(path, F, group):
-    """The layer, from the same weights on any number of ranks."""
+    """Build the layer, with the same weights on any number of ranks."""
     torch.manual_seed(0)
     return ep.MoE(ep.Router(D, E, K), F, group, path=path).to(device())
 
 
 def pair(name, F, ours, theirs, their_layer):
-    """A row of two steps with the same experts; their_layer None: it is not on this rank."""
+    """Measure two steps with the same experts; their_layer is None on a rank without it."""
     layer, our_step = ours
     our_sent, their_sent = sent(our_step), sent(theirs)
     difference = 0.0
     if their_layer is not None:
-        for mine, other in zip(layer.experts.parameters(), their_layer.experts.parameters()):
-            gap = ep.relative_error(mine.grad, other.grad[: len(mine)])
+        for weight, other in zip(layer.experts.parameters(), their_layer.experts.parameters()):
+            gap = ep.relative_error(weight.grad, other.grad[: len(weight)])
             difference = max(difference, gap)
     shape = f"D {D}, F {F}, {E} experts, k {K}, {TOKENS} tokens a rank, forward and backward"
     return {
@@ -92,19 +93,19 @@ def pair(name, F, ours, theirs, their_layer):
 
 
 def rows(ranks):
-    """Two rows, each forward and backward of a layer. On every rank."""
+    """Return two rows, each of forward and backward of a layer. Every rank calls this."""
     group, rank = dist.group.WORLD, dist.get_rank()
     x = torch.randn(ranks, TOKENS, D, generator=torch.Generator().manual_seed(1)).to(device())
-    mine = lambda: x[rank : rank + 1].clone().requires_grad_()
+    own = lambda: x[rank : rank + 1].clone().requires_grad_()
 
     narrow, naive = build(ep.one_hop, NARROW, group), build(all_gathered, NARROW, group)
-    ours = narrow, step(narrow, mine())
+    ours = narrow, step(narrow, own())
     name = "ep: one hop / every token to every rank"
-    first = pair(name, NARROW, ours, step(naive, mine()), naive)
+    first = pair(name, NARROW, ours, step(naive, own()), naive)
 
     wide = build(ep.one_hop, WIDE, group)
     alone = build(ep.one_hop, WIDE, None) if rank == 0 else None
     theirs = step(alone, x.clone().requires_grad_()) if rank == 0 else lambda: None
     name = "ep: one hop / all ranks' tokens on one process"
-    second = pair(name, WIDE, (wide, step(wide, mine())), theirs, alone)
+    second = pair(name, WIDE, (wide, step(wide, own())), theirs, alone)
     return [first, second | {"note": f"{ranks} ranks share this machine's cores with that one"}]
