@@ -817,9 +817,10 @@ def validate(model, layout):
     if m.kv_heads % lo.tp and lo.tp % m.kv_heads:
         use = divisors(m.kv_heads)
         raise ValueError(f"--tp {lo.tp} does not divide {m.kv_heads} key/value heads: use {use}")
-    pieces = (2 * lo.cp if lo.cp > 1 else 1) * (lo.tp if lo.sp else 1)
+    # a rank of cp has two chunks of its own size (zigzag), and cuts its tokens over tp under SP
+    pieces = lo.cp * math.lcm(2 if lo.cp > 1 else 1, lo.tp if lo.sp else 1)
     if lo.seq % pieces:
-        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (2 cp, tp by sp): "
+        raise ValueError(f"--seq {lo.seq} does not divide into {pieces} pieces (cp, 2 or tp): "
                          f"use {lo.seq // pieces * pieces or pieces}")
     if 0 < m.positions < lo.seq:
         raise ValueError(f"--seq {lo.seq}: {m.name} has {m.positions} learned positions: "

@@ -971,6 +971,15 @@ def test_gradients_that_wait_for_the_last_micro_batch_stay_whole():
     assert (reduced(layout), reduced(waits)) == (4, 1)
 
 
+@pytest.mark.parametrize("cp, tp, least", [(2, 2, 4), (2, 3, 12), (4, 4, 16), (1, 8, 8), (2, 1, 4)])
+def test_the_pieces_of_a_sequence_are_those_of_the_chapters(cp, tp, least):
+    """06 and 07 pad to cp * lcm(2, tp) pieces under SP, not to 2 * cp * tp."""
+    model = replace(preset("llama-3-8b"), heads=48, kv_heads=48, hidden=6144, ffn=12_288)
+    mm.estimate(model, Layout(cp=cp, tp=tp, sp=tp > 1, seq=least * 64))
+    with pytest.raises(ValueError, match=f"into {least} pieces"):
+        mm.estimate(model, Layout(cp=cp, tp=tp, sp=tp > 1, seq=least * 64 + least // 2))
+
+
 def test_a_sequence_longer_than_the_learned_positions_is_refused():
     with pytest.raises(ValueError, match="gpt2 has 1024 learned positions: use 1024 or fewer"):
         mm.estimate(preset("gpt2"), Layout(seq=8192))
@@ -1163,7 +1172,7 @@ REFUSED = [
     (dict(pp=2, m=2, stages=(80,)), "2 numbers that sum to 80"),
     (dict(ep=2), "has no experts: leave both at 1"),
     (dict(dp=8, shard=3), "--shard 3 does not divide 8 dp x cp ranks"),
-    (dict(cp=2, seq=4098), "--seq 4098 does not divide into 4 pieces (2 cp, tp by sp): use 4096"),
+    (dict(cp=2, seq=4098), "--seq 4098 does not divide into 4 pieces (cp, 2 or tp): use 4096"),
     (dict(tp=8, sp=True, seq=4092), "does not divide into 8 pieces"),
     (dict(tp=8, cp=16, cp_variant="ulysses"), "--cp 16 does not divide 8 heads of a tp rank"),
     (dict(schedule="1f1B"), "nearest are"),
