@@ -143,13 +143,13 @@ def ring_by_hand(q_BHsd, k_BHsd, v_BHsd, group):
     causal = torch.ones(s, s, dtype=torch.bool).tril()  # among a rank's own tokens
     for step in range(n):
         if step < n - 1:
-            wait = hop(kv, n, r, group)  # post: the next rank computes with these keys next
+            wait = hop(kv, n, r, group)  # post: the next rank needs these keys next
         home = (r - step) % n  # the rank whose keys are here: they have come `step` hops
         if home <= r:  # compute: no query sees the keys of a later chunk
             block = attend_to_block(q_BHsd, *kv, causal if home == r else None)
             merge(out_BHsd, lse_BHs, *block)
         if step < n - 1:
-            kv = wait()
+            kv = wait()  # wait: only now have the keys of the rank before arrived
     return out_BHsd
 
 
