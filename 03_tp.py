@@ -1,20 +1,24 @@
 """03 · Tensor parallel: each rank holds a part of every matrix
 
-Split the first matrix of a pair by columns: each rank computes its own heads or hidden units from
-the full input, with no communication. Split the second matrix by rows: each rank's result is a
-partial sum, and one all-reduce adds the partial sums. With sequence parallelism (SP) the all-reduce
-becomes a reduce-scatter: between two pairs each rank then holds S/n tokens, for the norms and the
-residual stream.
+A layer multiplies by two pairs of matrices: q, k, v and then out in attention, up and then down in
+the MLP. Split the first matrix of a pair by columns: each rank computes its own heads or hidden
+units from the full input, with no communication. Split the second matrix by rows: each rank's
+result is a partial sum, and one all-reduce adds the partial sums. With sequence parallelism (SP)
+the all-reduce becomes a reduce-scatter: between two pairs each rank then holds S/n tokens, for the
+norms and the residual stream.
 
     x ──┬── columns of W_up on rank 0 ── silu ── rows of W_down on rank 0 ──┬── sum ── y
         └── columns of W_up on rank 1 ── silu ── rows of W_down on rank 1 ──┘
 
-    rung        before a pair: forward, backward     after a pair: forward, backward    sent
-    off         nothing, all-reduce                  all-reduce, nothing                8
-    keep        all-gather, reduce-scatter           reduce-scatter, all-gather         8
-    regather    as keep; backward gathers x again    as keep                            10
-    overlap     as regather, in chunks that travel while other chunks are multiplied    10
-    sent: by a rank, for a layer and a step, in units of (n-1)/n · B·S·D elements
+                before the columns               after the rows
+    rung        forward       backward           forward          backward           sent
+    off         nothing       all-reduce         all-reduce       nothing            8
+    keep        all-gather    reduce-scatter     reduce-scatter   all-gather         8
+    regather    as keep; backward gathers x again, so that a rank need not keep it   10
+    overlap     as regather, in chunks that travel while others are multiplied       10
+    off is without SP, the others are with SP
+    sent: by a rank, for a layer and a step, in units of (n-1)/n · B·S·D elements; an all-reduce
+          sends 2 units, an all-gather or a reduce-scatter 1
     held: 1/n of each matrix; all of each norm; what is kept for backward: see saved_bytes()
 
     python 03_tp.py                          four ranks on this machine
@@ -22,9 +26,9 @@ residual stream.
 
 Guide: Tensor Parallelism · TP requires divisibility · Sequence parallelism · Megatron-LM TP, SP and
 CP in detail · Sequence-parallel activation memory. The guide differs in four places. Nothing is
-summed between the two products of a pair. 80 layers take 320 all-reduces in a step, not 160. SP
-sends as much as the all-reduces; only gathering x again adds a quarter. Fewer key/value heads than
-ranks do not limit n, because heads can be copied.
+summed between the two matrices of a pair. 80 layers take 320 all-reduces in a step (two pairs, two
+directions), not 160. SP sends as much as the all-reduces; only the second gathering of x adds a
+quarter. n may exceed the number of key/value heads, because heads can be copied.
 
 Questions  Q3.1 ** what happens to x before the columns?   Q3.2 * where is a row's bias added?
            Q3.3 ** which row of the table is a token's?    Q3.4 ** which numbers need all columns?
@@ -40,13 +44,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "Attention", "ColumnParallelLinear", "MLP", "RMSNorm", "RowParallelLinear",
     "VocabParallelEmbedding", "causal", "check_divides", "check_heads", "clip_grad_norm",
-    "copy_to_ranks", "dropout", "gather_sequence", "gather_whole", "join_sequence", "load_whole",
-    "reduce_from_ranks", "scatter_sequence", "shard", "shard_specs", "split_sequence",
-    "sum_replicated_gradients", "unshard", "vocab_parallel_cross_entropy",
+    "copy_to_ranks", "gather_sequence", "gather_whole", "load_whole", "reduce_from_ranks",
+    "scatter_sequence", "shard", "shard_specs", "sum_replicated_gradients", "unshard",
+    "vocab_parallel_cross_entropy",
 ]  # fmt: skip
 
 
@@ -140,19 +145,19 @@ def mlp_by_hand(x_BSD, up_fD, down_Df, d_y_BSD, group):
     dist.all_reduce(y_BSD, group=group)
 
     d_h_BSf = d_y_BSD @ down_Df * (h_BSf > 0)  # every rank has all of d_y
-    d_x_BSD = d_h_BSf @ up_fD  # what this rank's units alone ask of x
-    # all_reduce(SUM) over tp, B·S·D: every rank now holds what all units ask of x
+    d_x_BSD = d_h_BSf @ up_fD  # the part of the gradient that comes from this rank's units
+    # all_reduce(SUM) over tp, B·S·D: every rank now holds the gradient from all units
     dist.all_reduce(d_x_BSD, group=group)
     d_up_fD = torch.einsum("BSf,BSD->fD", d_h_BSf, x_BSD)
     d_down_Df = torch.einsum("BSD,BSf->Df", d_y_BSD, h_BSf)
     return y_BSD, d_x_BSD, d_up_fD, d_down_Df
 
 
-# ── the collectives, in pairs: what one does forward, its partner does backward ──────────────
+# ── the collectives: what one does forward, its partner does backward ────────────────────────
 
 
 def all_reduce(x, group):
-    """The sum of x over the ranks. x itself stays: in backward, others may read that gradient."""
+    """The sum of x over the ranks, in a new tensor: in backward, other branches may read x."""
     x = x.clone(memory_format=torch.contiguous_format)
     # all_reduce(SUM) over tp, B·S·D: every rank now holds the whole sum
     dist.all_reduce(x, group=group)
@@ -161,13 +166,14 @@ def all_reduce(x, group):
 
 def start_all_gather(x_BsD, group):
     """Send this rank's tokens. Returns a function that waits for all tokens, as (n, B, s, D)."""
-    parts = x_BsD.new_empty(dist.get_world_size(group) * len(x_BsD), *x_BsD.shape[1:])
+    tokens_nBsD = x_BsD.new_empty(dist.get_world_size(group), *x_BsD.shape)
+    out = tokens_nBsD.flatten(0, 1)
     # all_gather over tp, B·s·D from each: every rank will hold all tokens
-    work = dist.all_gather_single(parts, x_BsD.contiguous(), group=group, async_op=True)
+    work = dist.all_gather_single(out, x_BsD.contiguous(), group=group, async_op=True)
 
     def wait():
         work.wait()
-        return parts.unflatten(0, (-1, len(x_BsD)))
+        return tokens_nBsD
 
     return wait
 
@@ -175,15 +181,15 @@ def start_all_gather(x_BsD, group):
 def start_reduce_scatter(x_nBsD, group):
     """Send each rank its tokens. Returns a function that waits for the sum of this rank's tokens,
     (B, s, D)."""
-    parts = x_nBsD.flatten(0, 1).contiguous()
+    x_nBsD = x_nBsD.contiguous()
     if dist.get_backend(group) == "gloo":  # gloo's reduce_scatter sends twice as much, and blocks
-        sums = torch.empty_like(parts)
+        sums = torch.empty_like(x_nBsD)
         # all_to_all over tp, B·s·D to each: every rank will hold n parts of its tokens, to add
-        work = dist.all_to_all_single(sums, parts, group=group, async_op=True)
+        work = dist.all_to_all_single(sums, x_nBsD, group=group, async_op=True)
     else:
-        sums = parts.new_empty(x_nBsD.shape[1:])
+        sums = torch.empty_like(x_nBsD[0])
         # reduce_scatter(SUM) over tp, B·S·D: every rank will hold the sum of its tokens
-        work = dist.reduce_scatter_single(sums, parts, group=group, async_op=True)
+        work = dist.reduce_scatter_single(sums, x_nBsD.flatten(0, 1), group=group, async_op=True)
 
     def wait():
         work.wait()
@@ -208,25 +214,18 @@ def reduce_scatter(x_BSD, group):
     return start_reduce_scatter(by_rank(x_BSD, group), group)()
 
 
-def split(x_BSD, group):
-    """This rank's tokens (B, s, D) of (B, S, D)."""
-    return by_rank(x_BSD, group)[dist.get_rank(group)].contiguous()
-
-
 def identity(x, group):
     """x unchanged."""
     return x
 
 
-def pair(forward, backward, save=False):
-    """A function of (x, group) whose gradient is `backward` of the gradient of its result. If save,
-    its node keeps x."""
+def pair(forward, backward):
+    """A function of (x, group). The gradient of x is `backward` of the gradient of the result."""
 
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, group):
             ctx.group = group
-            ctx.save_for_backward(*[x] * save)
             return forward(x, group)
 
         @staticmethod
@@ -237,16 +236,14 @@ def pair(forward, backward, save=False):
 
 
 # The first two are tensor parallelism: f before the columns, g after the rows (Shoeybi et al.,
-# arXiv:1909.08053, section 3). With SP the next two stand in their places (Korthikanti et al.,
-# arXiv:2205.05198, section 4.2). The last two are for tokens that every rank uses in the same way.
+# arXiv:1909.08053, section 3). With SP the last two stand in their places (Korthikanti et al.,
+# arXiv:2205.05198, section 4.2).
 #
 #                        forward         backward
 copy_to_ranks     = pair(identity,       all_reduce)      # f: each rank has a part of d_x
-reduce_from_ranks = pair(all_reduce,     identity)        # g: each rank's part has the sum's d_y
-gather_sequence   = pair(all_gather,     reduce_scatter)  # (B, s, D) to (B, S, D), in place of f
-scatter_sequence  = pair(reduce_scatter, all_gather)      # (B, S, D) to (B, s, D), in place of g
-split_sequence    = pair(split,          all_gather)      # (B, S, D) to (B, s, D)
-join_sequence     = pair(all_gather,     split)           # (B, s, D) to (B, S, D)  # fmt: skip
+reduce_from_ranks = pair(all_reduce,     identity)        # g: d_y of a sum is d_y of each part
+gather_sequence   = pair(all_gather,     reduce_scatter)  # (B, s, D) to (B, S, D)
+scatter_sequence  = pair(reduce_scatter, all_gather)      # (B, S, D) to (B, s, D)  # fmt: skip
 
 
 # ── the ladder: column parallel and row parallel, x (B, S, D) to y (B, S, D) ─────────────────
@@ -280,32 +277,15 @@ def row_parallel_sp(x, weight, group):
 
 
 # The rung above keeps the gathered x of every layer for backward, because the gradient of the
-# weight needs it. The next rung keeps this rank's tokens and gathers them a second time. torch lets
-# a block of code say what a graph keeps: `keep` sees each tensor that autograd wants to save, and
-# `restore` returns the tensor when backward asks for it. The tokens themselves are saved by the
-# node of the gathering, so that activation checkpoints and offloading see them like any others.
-
-
-gather_and_save = pair(all_gather, reduce_scatter, save=True)
+# weight needs it. The next rung keeps only this rank's tokens. torch's checkpoint() saves the
+# arguments of a function and, in backward, calls the function again for what it did not save. It
+# stops once it has the gathered x, so the tokens travel again and no product is computed again.
 
 
 def column_parallel_regather(x_BsD, weight, group):
     """column_parallel_sp() that keeps s tokens instead of S."""
-    x_BSD = gather_and_save(x_BsD, group)
-    node, storage = x_BSD.grad_fn, x_BSD.untyped_storage().data_ptr()
-    if node is None:  # x needs no gradient
-        return F.linear(x_BSD, weight)
-
-    def keep(tensor):
-        return tensor.shape if tensor.untyped_storage().data_ptr() == storage else tensor
-
-    def restore(kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        return all_gather(*node.saved_tensors, group).view(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
-        return F.linear(x_BSD, weight)
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(column_parallel_sp, x_BsD, weight, group, **options)
 
 
 LADDER = {
@@ -339,8 +319,8 @@ def check_heads(D, heads, kv_heads, n):
                          f"use one of {usable}")  # fmt: skip
 
 
-# q, k and v are one matrix, so that x is gathered once and multiplied once. A rank needs heads of
-# each of the three. So the matrix is cut block by block, and every block by whole heads.
+# q, k and v are the three blocks of one matrix, so that x is gathered and multiplied once. A rank
+# needs heads of all three. So each block is cut for itself, between two heads.
 # Example: H = 4, K = 2, d = 2 on two ranks. The rows of the matrix, by head:
 #     whole     q0 q0 q1 q1 q2 q2 q3 q3 | k0 k0 k1 k1 | v0 v0 v1 v1   ((4, 2), (2, 2), (2, 2))
 #     rank 0    q0 q0 q1 q1             | k0 k0       | v0 v0
@@ -348,30 +328,51 @@ def check_heads(D, heads, kv_heads, n):
 # whole.chunk(2) would give rank 0 all of q and no v.
 
 
-def sizes_of(blocks, length):
-    """((units, width of a unit) of each block) of a dimension of this length."""
-    return [(length // blocks, 1)] * blocks if isinstance(blocks, int) else blocks
+def indices_of(spec, length, n, rank):
+    """The indices of a rank's part along a dimension of this length. Index `length` is past the
+    end: a row of zeros."""
+    blocks, indices, start = spec[1], [], 0
+    if isinstance(blocks, int):
+        blocks = [(length // blocks, 1)] * blocks
+    for units, width in blocks:
+        size = -(-units // n) * width
+        first = rank * size if units >= n else rank * units // n * width
+        index = torch.arange(first, first + size)
+        indices.append((start + index).masked_fill(index >= units * width, length))
+        start += units * width
+    return torch.cat(indices)
 
 
 def shard(whole, spec, n, rank):
     """A rank's part of a whole tensor.
 
     spec: (dim, blocks). blocks is a number of equal blocks along dim, or a (units, width of a unit)
-    for each block. Each rank gets as many units of every block. If n does not divide the units,
-    zeros follow the last unit. If units are fewer than ranks, each unit goes to n/units ranks.
+    for each block. All ranks get the same number of units of a block. If n does not divide the
+    units, zeros follow the last unit. If units are fewer than ranks, n/units ranks get each unit.
     """
-    (dim, blocks), parts = spec, []
-    blocks = sizes_of(blocks, whole.shape[dim])
-    for block, (units, width) in zip(whole.split([u * w for u, w in blocks], dim), blocks):
-        if units < n:  # copy each unit n/units times, then cut as ever
-            block = block.unflatten(dim, (units, width)).repeat_interleave(n // units, dim)
-            block, units = block.flatten(dim, dim + 1), n
-        size = -(-units // n) * width
-        first = min(rank * size, units * width)
-        part = block.narrow(dim, first, min(size, units * width - first))
-        missing = [0, 0] * (whole.dim() - dim - 1) + [0, size - part.shape[dim]]
-        parts.append(F.pad(part, missing))
-    return torch.cat(parts, dim)
+    dim, length = spec[0], whole.shape[spec[0]]
+    zeros = torch.zeros_like(whole.narrow(dim, 0, 1))
+    index = indices_of(spec, length, n, rank).to(whole.device)
+    return torch.cat([whole, zeros], dim).index_select(dim, index)
+
+
+def whole_shape(part, spec, n):
+    """The shape of the whole tensor of which a rank holds this part."""
+    (dim, blocks), shape = spec, list(part.shape)
+    equal = isinstance(blocks, int)
+    shape[dim] = n * shape[dim] if equal else sum(units * width for units, width in blocks)
+    return shape
+
+
+def unshard(parts, spec):
+    """The whole tensor of all ranks' parts: the reverse of shard()."""
+    (dim, _), shape = spec, whole_shape(parts[0], spec, len(parts))
+    length, shape[dim] = shape[dim], shape[dim] + 1
+    whole = parts[0].new_empty(shape)
+    for rank, part in enumerate(parts):
+        index = indices_of(spec, length, len(parts), rank).to(part.device)
+        whole.index_copy_(dim, index, part)
+    return whole.narrow(dim, 0, length)
 
 
 def shard_specs(module):
@@ -472,8 +473,8 @@ def causal(q_BShd, k_BSkd, v_BSkd):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with the heads split over the group. x: as in ColumnParallelLinear,
-    to the same shape. positions_S are those of the gathered tokens.
+    """Grouped-query attention with the heads split over the group: x (B, S, D), with SP (B, s, D),
+    to its own shape. positions_S are the positions of all S tokens, with SP too.
 
     attend(q, k, v) gets the heads of this rank: (B, S, H/n, d) and twice (B, S, K/n, d). If K < n,
     n/K ranks hold copies of a head. Raises ValueError: see check_heads().
@@ -631,8 +632,7 @@ class LanguageModel(nn.Module):
 @torch.no_grad()
 def sum_replicated_gradients(module, group, sp):
     """Add up over tp the gradients of which each rank has a part. Call it once a step, after the
-    last backward. A second call changes nothing; a call after a gradient changed once more raises
-    ValueError.
+    last backward. Raises ValueError for a gradient that it has summed before.
 
     With SP, each rank's copy of a norm or a row-parallel bias saw only this rank's tokens. Without
     SP every copy saw all tokens, and has the whole gradient. Copied heads: see copied_heads().
@@ -641,8 +641,11 @@ def sum_replicated_gradients(module, group, sp):
     partial = []  # (gradient, the rows of it to add, the number of different copies of the rows)
     for name, param in module.named_parameters():
         gradient = param.grad
-        if gradient is None or is_summed(gradient, name):
+        if gradient is None:
             continue
+        if hasattr(gradient, "summed"):  # its old part would be summed twice
+            raise ValueError(f"the gradient of {name} was summed over tp: sum_replicated_gradients "
+                             "once a step, after the last backward, then zero_grad()")  # fmt: skip
         # Q3.5 ** A norm or a bias is on every rank. When is its gradient only a part of the sum?
         #         hint: which tokens did this rank's copy see, with SP and without?
         if name not in specs and sp != "off":
@@ -660,7 +663,7 @@ def sum_replicated_gradients(module, group, sp):
     sums = flat.split([slot.numel() for slot in slots])
     for summed, slot, (gradient, rows, K) in zip(sums, slots, partial):
         rows.copy_(summed.view_as(slot)[rank * K // n])
-        gradient.summed_at = gradient._version
+        gradient.summed = True
 
 
 # ── what a library adds ──────────────────────────────────────────────────────────────────────
@@ -740,18 +743,6 @@ def to_autocast_dtype(x):
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def dropout(x, p, key, group, dim=None):
-    """Dropout as on one process: the mask of the whole tensor is drawn from `key`, and a rank takes
-    its slice along dim; all of the mask if dim is None, where x is the same on every rank. Every
-    place in a model and every step needs a key of its own."""
-    if not p:
-        return x
-    n, rank = (1, 0) if dim is None else (dist.get_world_size(group), dist.get_rank(group))
-    shape = [size * n if i == dim else size for i, size in enumerate(x.shape)]
-    whole = torch.rand(shape, generator=torch.Generator().manual_seed(key)) >= p
-    return x * whole.chunk(n, dim or 0)[rank].to(x.device) / (1 - p)
-
-
 # Fewer key/value heads than ranks: shard() copies each of the K heads to n/K ranks. A copy serves
 # the queries of its rank alone, so its gradient is a part, with SP and without. The ranks add these
 # parts in K slots: each rank puts its part in the slot of its head, and the other slots stay zero.
@@ -763,17 +754,6 @@ def copied_heads(gradient, spec, n):
     copied = [(units, width) for units, width in blocks if units < n]
     rows = sum(width for _, width in copied)  # k and v come last
     return [(gradient[-rows:], copied[0][0])] if copied else []
-
-
-def is_summed(gradient, name):
-    """Whether sum_replicated_gradients() has summed this gradient. Raises ValueError if it has, and
-    the gradient changed afterwards: its old part would be summed twice."""
-    summed_at = getattr(gradient, "summed_at", None)
-    if summed_at not in (None, gradient._version):
-        raise ValueError(f"the gradient of {name} was summed over tp, and has changed since: call "
-                         "sum_replicated_gradients once a step, after the last backward, and "
-                         "zero_grad() before the next step")  # fmt: skip
-    return summed_at is not None
 
 
 @torch.no_grad()
@@ -812,34 +792,19 @@ def refuse_torchs_clipping(param):
     return param
 
 
-def unshard(parts, spec):
-    """The whole tensor of all ranks' parts: the reverse of shard()."""
-    (dim, blocks), n, wholes = spec, len(parts), []
-    blocks = sizes_of(blocks, n * parts[0].shape[dim])
-    sizes = [-(-units // n) * width for units, width in blocks]
-    for pieces, (units, width) in zip(zip(*(part.split(sizes, dim) for part in parts)), blocks):
-        once = pieces[:: max(n // units, 1)]  # one of the copies of each unit
-        wholes.append(torch.cat(once, dim).narrow(dim, 0, units * width))
-    return torch.cat(wholes, dim)
-
-
 @torch.no_grad()
 def load_whole(module, whole, group):
-    """Fill a module with this rank's parts of {name: whole tensor}. Raises ValueError, with every
-    name that is missing or unknown and every wrong shape, before anything is written."""
+    """Fill a module with this rank's parts of {name: whole tensor}. Raises ValueError, before
+    anything is written, with every wrong shape; the shape None is a name that is missing."""
     n, rank, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
-    params, wrong = dict(module.named_parameters()), []
-    for name in sorted(params.keys() | whole.keys()):
-        if name not in whole or name not in params:
-            wrong.append(f"{name} is {'unknown' if name in whole else 'missing'}")
-            continue
-        shape, (dim, blocks) = list(params[name].shape), specs.get(name, (0, ()))
-        blocks = sizes_of(blocks, n * shape[dim])
-        shape[dim] = sum(units * width for units, width in blocks) or shape[dim]
-        if list(whole[name].shape) != shape:
-            wrong.append(f"{name} has shape {list(whole[name].shape)} instead of {shape}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    params = dict(module.named_parameters())
+    given = {name: list(tensor.shape) for name, tensor in whole.items()}
+    needed = {name: whole_shape(param, specs[name], n) if name in specs else list(param.shape)
+              for name, param in params.items()}  # fmt: skip
+    if given != needed:
+        wrong = [name for name in sorted(given | needed) if given.get(name) != needed.get(name)]
+        raise ValueError("; ".join(f"{name} has shape {given.get(name)} instead of "
+                                   f"{needed.get(name)}" for name in wrong))  # fmt: skip
     for name, param in params.items():
         spec = specs.get(name)
         param.copy_(shard(whole[name], spec, n, rank) if spec else whole[name])
@@ -918,15 +883,6 @@ def proof_batch(c, B, S, device):
     return x_BS.to(device), y_BS.to(device)
 
 
-def twin_step(c, whole, x_BS, y_BS):
-    """The twin's loss per label that counts, and {name: gradient}."""
-    twin = Twin(c).double().to(x_BS.device)
-    twin.load_state_dict(whole, strict=not c.tied)
-    loss = F.cross_entropy(twin(x_BS).flatten(0, 1), y_BS.flatten())
-    loss.backward()
-    return loss.detach(), {name: param.grad for name, param in twin.named_parameters()}
-
-
 def check(c, group, device, sp, B, S):
     """One step beside the twin: the largest relative error of the loss, of this rank's part of any
     gradient and of the norm of all gradients; and the bytes sent, measured and by formula."""
@@ -935,13 +891,15 @@ def check(c, group, device, sp, B, S):
     assert min(len(x_BS.unique()), len(y_BS.unique())) > 2, "the batch of the proof is trivial"
     with Ledger() as ledger:
         loss = loss_and_gradients(model, x_BS, y_BS)
-    twin_loss, twin_gradients = twin_step(c, whole, x_BS, y_BS)
+    twin = Twin(c).double().to(device)
+    twin.load_state_dict(whole, strict=not c.tied)
+    twin_loss = F.cross_entropy(twin(x_BS).flatten(0, 1), y_BS.flatten())
+    twin_loss.backward()
     errors, specs = [relative_error(loss, twin_loss)], shard_specs(model)
-    for name, param in model.named_parameters():
-        part = twin_gradients[name]
-        part = shard(part, specs[name], n, rank) if name in specs else part
-        errors.append(relative_error(param.grad, part))
-    norm = torch.cat([gradient.flatten() for gradient in twin_gradients.values()]).norm()
+    for name, param in twin.named_parameters():
+        part = shard(param.grad, specs[name], n, rank) if name in specs else param.grad
+        errors.append(relative_error(model.get_parameter(name).grad, part))
+    norm = nn.utils.get_total_norm([param.grad for param in twin.parameters()])
     errors.append(relative_error(clip_grad_norm(model, group, 1.0), norm))
     return max(errors), (sum(ledger.sent.values()), sent_bytes(c, B, S, n, sp))
 
@@ -975,9 +933,10 @@ def check_by_hand(c, group, device, B, S):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     draw = torch.Generator().manual_seed(2)
     random = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64).to(device)
-    x, up, down, d_y = (random(B, S, c.D), random(c.hidden, c.D), random(c.D, c.hidden),
-                        random(B, S, c.D))  # fmt: skip
-    y, backward = torch.func.vjp(lambda *xs: F.linear(F.linear(*xs[:2]).relu(), xs[2]), x, up, down)
+    x, d_y = random(2, B, S, c.D)
+    up, down = random(c.hidden, c.D), random(c.D, c.hidden)
+    whole = lambda x, up, down: F.linear(F.linear(x, up).relu(), down)
+    y, backward = torch.func.vjp(whole, x, up, down)
     own = lambda whole, dim: shard(whole, (dim, 1), n, rank)
     with Ledger() as ledger:
         results = mlp_by_hand(x, own(up, 0), own(down, 1), d_y, group)
@@ -1002,17 +961,11 @@ def wrong_on_purpose(group, device):
     whole = torch.autograd.grad(column(x).sum(), x)[0]
     yield Row("f without its all-reduce back", relative_error(part, whole), wrong=1 - 1 / n)
 
-    norm(split_sequence(ones, group)).sum().backward()
+    norm(ones[:, :1]).sum().backward()
     part = norm.weight.grad.clone()
     sum_replicated_gradients(norm, group, "keep")
     error = relative_error(part, norm.weight.grad)
     yield Row("SP, norm gradients not summed", error, wrong=1 - 1 / n)
-
-    zeros, labels = torch.zeros_like(ones), torch.zeros(1, n, dtype=torch.long, device=device)
-    part = zeros.logsumexp(-1)  # of V = 2n logits, a rank's own two
-    whole = vocab_parallel_cross_entropy(zeros, labels, 2 * n, group)
-    wrong = 1 - math.log(2) / math.log(2 * n)
-    yield Row("loss over a rank's own logits", relative_error(part, whole), wrong=wrong)
 
 
 def proof(c, group, device, B, S):
@@ -1020,8 +973,8 @@ def proof(c, group, device, B, S):
     n = dist.get_world_size(group)
     yield check_by_hand(c, group, device, B, S)
     rows = {f"{sp}; held: kept by a block": (sp, c) for sp in LADDER}
-    rows["one key/value head for all"] = "keep", replace(c, kv_heads=1)
-    rows["untied ends, biases"] = "regather", replace(c, tied=False, bias=True)
+    other = replace(c, kv_heads=1, tied=False, bias=True)
+    rows["one key/value head, biases, untied"] = "keep", other
     for name, (sp, config) in rows.items():
         setting = config, group, device, sp, B, S
         yield Row(name, *check(*setting), check_saved(*setting))
@@ -1043,6 +996,8 @@ def train_step(model, optimizer, x_BS, y_BS, max_norm=1.0):
     norm = clip_grad_norm(model, model.group, max_norm)
     if (y_BS != -100).any():  # all ranks of tp have the same labels
         optimizer.step()
+    else:
+        say("no label of the batch counts: this step is skipped")
     optimizer.zero_grad()
     return loss, norm
 
@@ -1056,17 +1011,15 @@ def train(model, args, device):
     formula = sent_bytes(model.c, args.batch, S, n, model.sp) + 8 * 2 * (n - 1) / n  # the norm
     say(f"\nSP {model.sp}, {sum(p.numel() for p in model.parameters()):,} parameters a rank; "
         f"unigram entropy of the text {unigram_entropy(text):.3f}")  # fmt: skip
-    say("step      loss      norm   tokens/s   sent/step     formula")
+    say("step      loss      norm   sent/step     formula")
     for step in range(args.steps):
         x_BS, y_BS = (whole.to(device) for whole in sample(text, step, args.batch, S))
-        started = time.perf_counter()
         with Ledger() as ledger:
             loss, norm = train_step(model, optimizer, x_BS, y_BS)
         sent = sum(ledger.sent.values())
         broken |= abs(sent - formula) > 0.5
         if step % 10 == 0 or step == args.steps - 1:
-            rate = args.batch * S / (time.perf_counter() - started)
-            say(f"{step:4}{loss:10.6f}{norm:10.4f}{rate:11,.0f}{sent:12,.0f}{formula:12,.0f}")
+            say(f"{step:4}{loss:10.6f}{norm:10.4f}{sent:12,.0f}{formula:12,.0f}")
     return int(broken)
 
 
@@ -1074,26 +1027,23 @@ def plot(c, args, group, device):
     """Draw what a block keeps for backward on tp 1, 2, 4 ... of these ranks, beside its formula."""
     from matplotlib.figure import Figure
 
-    looks = {"off": ("SP off", "#0b3c5d"), "keep": ("SP, gathered inputs kept", "#d9822b"),
-             "regather": ("SP, gathered again in backward", "#cfe3f2")}  # fmt: skip
+    bars = {"off": "SP off", "keep": "SP, gathered inputs kept",
+            "regather": "SP, gathered again in backward"}  # fmt: skip
     axes = (figure := Figure(figsize=(8, 4), layout="constrained")).subplots()
-    for k in range(dist.get_world_size(group).bit_length()):
-        some = dist.new_group(range(2**k), timeout=timedelta(seconds=args.timeout))
-        for i, (sp, (label, color)) in enumerate(looks.items()):
-            if dist.get_rank(group) >= 2**k:
-                continue
+    sizes = [2**k for k in range(dist.get_world_size(group).bit_length())]
+    for at, n in enumerate(sizes):
+        some = dist.new_group(range(n), timeout=timedelta(seconds=args.timeout))
+        for i, sp in enumerate(bars if dist.get_rank(group) < n else ()):
             kept, formula = check_saved(c, some, device, sp, args.batch, args.sequence)
-            at, bar = k + 0.27 * (i - 1), dict(color=color, ec="black", lw=0.6)
-            axes.bar(at, kept / 2**20, 0.25, label=None if k else label, **bar)
-            axes.plot(at, formula / 2**20, "kx", ms=5, label=None if k or i < 2 else "formula")
+            axes.bar(x := at + 0.27 * (i - 1), kept / 2**20, 0.25, color=f"C{i}")
+            axes.plot(x, formula / 2**20, "kx")
     if dist.get_rank(group):
         return
-    axes.set_xticks(range(k + 1), [f"tp {2**i}" for i in range(k + 1)])
-    axes.set(title="Activations of a block that a rank keeps for backward\n"
+    axes.set_xticks(range(len(sizes)), [f"tp {n}" for n in sizes])
+    axes.set(title="Activations of a block that a rank keeps for backward (x: formula)\n"
              f"width {c.D}, {c.heads} heads, {args.batch} x {args.sequence} tokens, float64",
              ylabel="MiB")  # fmt: skip
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(axes.containers[:3], bars.values(), frameon=False)
     figure.savefig(args.plot, dpi=120)
     print(f"drew {args.plot}")
 
