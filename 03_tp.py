@@ -164,6 +164,9 @@ def all_reduce(x, group):
     return x
 
 
+# Starting a collective of SP and waiting for it are two calls: the last rung computes in between.
+
+
 def start_all_gather(x_BsD, group):
     """Send this rank's tokens. Returns a function that waits for all tokens, as (n, B, s, D)."""
     tokens_nBsD = x_BsD.new_empty(dist.get_world_size(group), *x_BsD.shape)
@@ -585,7 +588,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 def vocab_parallel_cross_entropy(logits_BSv, labels_BS, V, group, ignore_index=-100):
     """The loss (B, S) of each label, from this rank's v logits of each token. V is the true
-    vocabulary. An ignored label's loss is 0: sum, and divide by the labels that count."""
+    vocabulary. The loss of an ignored label is 0. The caller sums the losses, and divides the sum
+    by the number of labels that count."""
     return _CrossEntropy.apply(logits_BSv, labels_BS, V, group, ignore_index)
 
 
@@ -638,7 +642,7 @@ def sum_replicated_gradients(module, group, sp):
     SP every copy saw all tokens, and has the whole gradient. Copied heads: see copied_heads().
     """
     n, rank, specs = dist.get_world_size(group), dist.get_rank(group), shard_specs(module)
-    partial = []  # (gradient, the rows of it to add, the number of different copies of the rows)
+    partial = []  # (gradient, the rows of it that are a part, the number of slots to add in)
     for name, param in module.named_parameters():
         gradient = param.grad
         if gradient is None:
