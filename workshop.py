@@ -1,42 +1,50 @@
 """workshop · the exercises, cut from the chapters and graded by the project's own tests
 
-Each chapter marks a few regions; each is a question. An exercise file is the chapter with those
-regions empty, and with questions of accounting between its functions. There is no second copy of
-anything: the answer is the chapter's, and what grades yours are the tests that hold the chapter.
+Each chapter marks a few regions, and each region is a question. An exercise file is the chapter
+with these regions empty, and with questions of accounting between its functions. The chapter's own
+lines are the answers, and the chapter's own tests and proof grade what you write.
 
     python workshop.py                  the chapters, their questions, and what to do next
     python workshop.py start 03         write exercises/03_tp.py; with --question Q3.2, only that
     python workshop.py watch 03         grade the first open question at each save
     python workshop.py check 03         grade a chapter, a question, or all that was started
-    python workshop.py hint Q3.2        a nudge
+    python workshop.py hint Q3.2        a nudge; the same command again gives the next one
     python workshop.py show Q3.2        the chapter's lines beside yours
-    python workshop.py reset Q3.2       empty it again; all other answers stay
+    python workshop.py reset Q3.2       empty one question; all other answers stay
+    python workshop.py class FOLDER     where each learner stands whose exercises are in FOLDER
 
-    start 03 --again        start over; the file as it was is kept beside it, with the date
-    check --trace           with tracebacks           check --json    for an instructor
+    start 03 --again        start over; your file is kept beside the new one, with the date
+    check --trace           with tracebacks           check --json    for an instructor's program
     check --timeout 30      seconds that ranks may wait for each other, 15 by default
 
-An answer that does not pass beside your others is graded alone: in the chapter, with only that
-question's lines replaced by yours. So a wrong answer hides no other. What is written outside the
-marks takes no part; put a helper between them. The whole of a file at once, as it is:
-CHAPTERS=exercises python -m pytest -k tp
+A question of a file of beyond/ has a capital letter for the chapter: QF.1 is in beyond/faults.py,
+and `start faults` writes exercises/beyond/faults.py.
+
+All your answers of a chapter are graded together first. An answer that fails there is graded alone:
+in the chapter, with only that question's lines replaced by yours. So a wrong answer hides no other
+answer. What you write outside the marks is not graded; write a helper function between the marks.
 """
+
+import os
+import signal
+
+if __name__ == "__main__":  # before the other imports: Ctrl-C ends these at once, too
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import ast
 import hashlib
 import importlib
 import json
-import os
 import re
 import select
 import shutil
-import signal
 import sys
 import textwrap
 import time
 import tomllib
 import warnings
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -45,26 +53,26 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).absolute().parent
 EXERCISES = ROOT / "exercises"
-PROGRESS = EXERCISES / ".progress.json"
+PROGRESS, HINTS = EXERCISES / ".progress.json", EXERCISES / ".hints.json"
 MINUTES = {1: 5, 2: 10, 3: 20}  # by stars: planned for a reader who has just read the chapter
 DONE = "solved", "given"
 
 
 class Refused(Exception):
-    """What cannot be done, in a sentence."""
+    """A command that cannot be done; the sentence says why."""
 
 
 # ── questions: regions of a chapter, and accounts between them ───────────────────────────────
 
-HEAD = re.compile(r"( *)# ([QA]\d\.\d+) (\*+) (.*)")
-MORE = re.compile(r" *# {3,}(\S.*)")  # a comment that stands under the text of its head
-TAIL = re.compile(r" *# /([QA]\d\.\d+) *")
+HEAD = re.compile(r"( *)# ([QA][\dA-Z]\.\d+) (\*+) (.*)")
+MORE = re.compile(r" *# {3,}(\S.*)")  # a comment that continues the text of its head
+TAIL = re.compile(r" *# /([QA][\dA-Z]\.\d+) *")
 
 
 @dataclass
 class Region:
-    """A marked stretch of a file: its head, its lines [body, end) from 0, and its end mark, which
-    a learner may have lost: `end` is None then."""
+    """A marked region of a file: its head, and its lines [body, end), counted from 0. `end` is
+    None where the end mark is missing."""
 
     id: str
     stars: int
@@ -75,29 +83,29 @@ class Region:
 
 
 def regions(lines):
-    """{id: Region} of a file's lines."""
-    found, last = {}, None
+    """Find the marked regions in a file's lines: {id: Region}."""
+    by_id, last = {}, None
     for i, line in enumerate(lines):
         if head := HEAD.fullmatch(line):
-            last = found[head[2]] = Region(head[2], len(head[3]), [head[4]], head[1], i + 1)
+            last = by_id[head[2]] = Region(head[2], len(head[3]), [head[4]], head[1], i + 1)
         elif last and last.body == i and (more := MORE.fullmatch(line)):
             last.words.append(more[1])
             last.body += 1
         elif last and (tail := TAIL.fullmatch(line)) and tail[1] == last.id:
             last.end, last = i, None
-    return found
+    return by_id
 
 
 @dataclass
 class Question:
-    """A question and the chapter's answer, a list of lines. A question of code has a region of the
-    chapter; one of accounting has an account, as tests/accounts.toml describes it."""
+    """A question, its hints, and the chapter's answer as a list of lines. A question of code has a
+    region of the chapter. A question of accounting has an account of tests/accounts.toml."""
 
     id: str
     chapter: Path
     stars: int
     text: str
-    hint: str
+    hints: list
     answer: list
     region: Region | None = None
     account: dict | None = None
@@ -108,12 +116,23 @@ class Question:
 
     @property
     def exercise(self):
-        return EXERCISES / self.chapter.name
+        return EXERCISES / self.chapter.relative_to(ROOT)
+
+    @property
+    def short(self):
+        """The word that names the chapter in a command: "03", or "faults"."""
+        return self.chapter.name[:2] if self.chapter.parent == ROOT else self.chapter.stem
+
+    @property
+    def tests(self):
+        """Paths of the chapter's tests."""
+        name = f"{self.short}_*" if self.chapter.parent == ROOT else f"*{self.short}"
+        return sorted((ROOT / "tests").glob(f"test_{name}.py"))
 
     @property
     def shown(self):
-        """The exercise file as the learner names it."""
-        return f"{EXERCISES.name}/{self.chapter.name}"
+        """The path of the exercise file, as the learner writes it."""
+        return f"{EXERCISES.name}/{self.chapter.relative_to(ROOT)}"
 
     @property
     def heading(self):
@@ -121,7 +140,7 @@ class Question:
 
     @property
     def stub(self):
-        """The lines that stand where no answer is yet."""
+        """The lines of a question that has no answer yet."""
         if self.account:
             return [bound(self.id, self.account, "...")]
         pad = self.region.indent
@@ -130,7 +149,7 @@ class Question:
         return [f"{pad}raise NotImplementedError(", *quoted, f"{pad})"]
 
     def marked(self, lines):
-        """A region as an exercise file has it: the question, lines, the end mark; no hint."""
+        """The region of an exercise file: the question without hints, lines, the end mark."""
         pad = self.region.indent if self.region else ""
         first = f"{pad}# {self.id} {'*' * self.stars} "
         rest = f"{pad}#".ljust(len(first))
@@ -140,45 +159,45 @@ class Question:
 
 
 def bound(id, account, expression):
-    """The line that answers a question of accounting."""
+    """The line that binds an expression to the name of a question of accounting."""
     return f"{id.replace('.', '_')} = lambda {', '.join(account['letters'])}: {expression}"
 
 
 def chapters():
-    """Paths of the chapters that have questions, in their order."""
-    return sorted(ROOT.glob("0[1-7]_*.py"))
+    """Paths of the chapters, then those of the files of beyond/."""
+    return [*sorted(ROOT.glob("0[1-7]_*.py")), *sorted(ROOT.glob("beyond/*.py"))]
 
 
 def questions(chapter):
-    """A chapter's questions, in the order in which they build on each other."""
-    lines, found = chapter.read_text().splitlines(), []
+    """Read the questions of a chapter, in the order in which they build on each other."""
+    lines, asked = chapter.read_text().splitlines(), []
     for region in sorted(regions(lines).values(), key=lambda region: region.id):
-        text, _, hint = " ".join(region.words).partition("hint: ")
+        text, *hints = re.split(r"\s*\bhint: ", " ".join(region.words))
         answer = lines[region.body : region.end]
-        what = region.id, chapter, region.stars, text.strip(), hint, answer
-        found.append(Question(*what, region=region))
+        what = region.id, chapter, region.stars, text, hints, answer
+        asked.append(Question(*what, region=region))
     accounts = tomllib.loads((ROOT / "tests/accounts.toml").read_text())
     for id, account in reversed(accounts.items()):
-        ids = [question.id for question in found]
+        ids = [question.id for question in asked]
         if account["after"] in ids:
             answer = [bound(id, account, account["answer"])]
             what = id, chapter, account["stars"], account["text"], account["hint"], answer
-            found.insert(ids.index(account["after"]) + 1, Question(*what, account=account))
-    return found
+            asked.insert(ids.index(account["after"]) + 1, Question(*what, account=account))
+    return asked
 
 
 # ── exercise files ───────────────────────────────────────────────────────────────────────────
 
 
 def exercise(chapter, answers):
-    """The text of an exercise file: the chapter with answers[id] in its regions, or else stubs."""
+    """Compose an exercise file: the chapter with answers[id], or else a stub, in each region."""
     text, asked = chapter.read_text(), questions(chapter)
     lines, nodes, edits = text.splitlines(), ast.parse(text).body, []
     for question in asked:
         new = question.marked(answers.get(question.id) or question.stub)
         if region := question.region:
             edits.append((region.body - len(region.words), region.end + 1, new))
-        else:  # below the function that holds the question which it follows
+        else:  # below the function that holds the question before it
             inside = next(q.region for q in asked if q.id == question.account["after"])
             end = next(node.end_lineno for node in nodes if node.end_lineno > inside.body)
             below = max(end, inside.end + 1)
@@ -189,56 +208,60 @@ def exercise(chapter, answers):
 
 
 def answers_in(path):
-    """{id: lines} of every region of an exercise file that has both its marks."""
+    """Read {id: lines} of every region of an exercise file that has both its marks."""
     lines = path.read_text().splitlines() if path.exists() else []
-    found = regions(lines).values()
-    return {r.id: lines[r.body : r.end] for r in found if r.end is not None}
+    marked = regions(lines).values()
+    return {r.id: lines[r.body : r.end] for r in marked if r.end is not None}
 
 
 def write(path, text):
     """Write a file whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)
 
 
 def set_aside(path):
-    """Give a learner's file a name with the date, and say which."""
+    """Rename a learner's file to a name with the date, and print this name."""
     aside = path.with_name(f"{path.name}.{time.strftime('%Y-%m-%d_%H.%M.%S')}")
     while aside.exists():
         aside = aside.with_name(aside.name + "_")
     path.rename(aside)
-    print(f"{path.parent.name}/{aside.name} is your file as it was")
+    print(f"your file is kept as {path.parent.name}/{aside.name}")
 
 
-# ── progress: what was found of which lines, kept from one run to the next ───────────────────
+# ── progress: the last verdict on each answer, kept from one run to the next ─────────────────
 
 
 def digest(question, lines):
-    """What a verdict on lines hangs on: they, the chapter around them, and its tests."""
-    found = hashlib.sha256("\n".join(map(str.strip, lines)).encode())
-    tests = sorted((ROOT / "tests").glob(f"test_{question.chapter.name[:2]}_*.py"))
-    for path in (question.chapter, *tests, ROOT / "tests/accounts.toml"):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    """Hash all that a verdict depends on: the lines, the chapter around them, and its tests."""
+    state = hashlib.sha256("\n".join(map(str.strip, lines)).encode())
+    for path in (question.chapter, *question.tests, ROOT / "tests/accounts.toml"):
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
 
 
-def progress():
-    """{id: [state, digest of the lines of which it was found]}; empty if nothing can be read."""
+def stored(path):
+    """Read a dictionary that was written as JSON; an empty one if that cannot be done."""
     with suppress(OSError, ValueError):
-        return dict(json.loads(PROGRESS.read_text()))
+        return dict(json.loads(path.read_text()))
     return {}
 
 
+def progress():
+    """Read {id: [state, digest of what the state depends on]}."""
+    return stored(PROGRESS)
+
+
 def record(state, answers):
-    """Keep a state of answers, (question, lines), beside what is known of others."""
+    """Store a state for answers, pairs (question, lines); the states of others stay."""
     known = progress() | {q.id: [state, digest(q, lines)] for q, lines in answers}
     write(PROGRESS, json.dumps(known, indent=1) + "\n")
 
 
 def states(asked):
-    """{id: state} without grading: what the last check found, if the lines are still the same."""
+    """Look up {id: state} without grading: the last verdict, if the lines are the same since."""
     known, now = progress(), {}
     answers = {path: answers_in(path) for path in {question.exercise for question in asked}}
     for q in asked:
@@ -258,7 +281,7 @@ def states(asked):
 
 @dataclass
 class Verdict:
-    """What was found of an answer: a state, rows of (label, text) that explain it, a traceback."""
+    """The result of grading an answer: a state, rows (label, text) that explain it, a traceback."""
 
     question: Question
     state: str
@@ -268,7 +291,7 @@ class Verdict:
 
 
 def placed(chapter, answers):
-    """A chapter's text with lines in some of its regions: answers are pairs (region, lines)."""
+    """Put lines into some regions of a chapter's text; answers are pairs (region, lines)."""
     whole = chapter.read_text().splitlines()
     for region, lines in sorted(answers, key=lambda pair: -pair[0].body):
         whole[region.body : region.end] = lines
@@ -276,7 +299,7 @@ def placed(chapter, answers):
 
 
 class Attempt:
-    """A learner's lines, from line `start` of their file, in the chapter's place for them."""
+    """An answer in its place in the chapter; in the learner's file it begins at line `start`."""
 
     def __init__(self, question, lines, start):
         self.question, self.id, self.lines, self.start = question, question.id, lines, start
@@ -287,53 +310,53 @@ class Attempt:
 
     @property
     def place(self):
-        """The learner's lines, as a reader finds them."""
+        """The path and the line numbers of the answer in the learner's file."""
         first, last = self.start + 1, self.start + len(self.lines)
         return f"{self.question.shown}:{first}" + f"-{last}" * (last > first)
 
-    def is_mine(self, number):
-        """Whether line `number`, from 1, of what is graded is the learner's."""
+    def is_learners(self, number):
+        """Tell whether line `number`, counted from 1, of the graded text is the learner's."""
         return 0 <= number - 1 - self.above < len(self.lines)
 
     def owner(self, number):
-        """(path, number) of the file in which a reader finds that line."""
-        if self.is_mine(number):
+        """Return (path, number) of a line of the graded text in a file that a reader can open."""
+        if self.is_learners(number):
             return self.question.shown, number - self.above + self.start
         longer = len(self.lines) - len(self.question.answer)
         return self.question.chapter.name, number - longer * (number > self.above)
 
     def at(self, number):
-        """A line as a reader finds it, with its text."""
+        """Return the path, the number and the text of a line of the graded text."""
         path, own = self.owner(number)
         return f"{path}:{own}  {self.text.splitlines()[number - 1].strip()}"
 
     def named(self, text):
-        """A traceback with the lines of files that a reader can open."""
+        """Rewrite a traceback so that it names files that a reader can open."""
         owned = lambda match: 'File "{}", line {}'.format(*self.owner(int(match[1])))
         return re.sub(rf'File "{re.escape(self.file)}", line (\d+)', owned, text)
 
     def refused(self):
-        """A Verdict on lines that do not compile, or None."""
+        """Return a Verdict on lines that do not compile, or None."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(self.text, "answer", "exec")
         except (SyntaxError, ValueError) as error:  # ValueError: a null byte
             number = getattr(error, "lineno", None) or 0
-            line = self.at(number) if self.is_mine(number) else self.place
+            line = self.at(number) if self.is_learners(number) else self.place
             rows = [("python", getattr(error, "msg", str(error))), ("line", line)]
             return Verdict(self.question, "does not parse", rows)
 
 
 def attempt(question):
-    """The learner's Attempt at a question, or a Verdict where there is nothing to run."""
+    """Read the learner's Attempt at a question, or return a Verdict where nothing can run."""
     if not question.exercise.exists():
         return Verdict(question, "not started")
     lines = question.exercise.read_text().splitlines()
     region = regions(lines).get(question.id)
     if region is None or region.end is None:
-        lost = f"# /{question.id}" if region else f"# {question.id} {'*' * question.stars} ..."
-        says = f"{question.shown} has lost the line {lost}: write it back, or reset {question.id}"
+        mark = f"# /{question.id}" if region else f"# {question.id} {'*' * question.stars} ..."
+        says = f"the line {mark} is missing in {question.shown}: write it, or reset {question.id}"
         return Verdict(question, "mark lost", [("mark", says)])
     tried = Attempt(question, lines[region.body : region.end], region.body)
     if tried.lines == question.stub:
@@ -345,34 +368,47 @@ def attempt(question):
 
 
 def examiner():
-    """tests/examiner.py, loaded by who grades: it needs what the tests need."""
-    if "examiner" not in sys.modules:
-        os.environ.pop("CHAPTERS", None)
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    """Import tests/examiner.py on first use: it needs torch and pytest, which take seconds."""
+    if "examiner" in sys.modules:
+        return sys.modules["examiner"]
+    os.environ.pop("CHAPTERS", None)
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing runs yet
     try:
         return importlib.import_module("examiner")
     except ImportError as error:
         raise Refused(f"{error}: python -m pip install -r requirements.txt") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def hold_together(attempts, patience):
-    """The ids of answers that pass all their tests with the others of their chapter in place."""
+    """Return the ids of answers that are solved with the others of their chapter in place. An
+    answer that prints is left out: it is graded alone, so that its prints are shown."""
     by_chapter, solved = {}, set()
+    prints = lambda tried: re.search(r"\b(print|breakpoint)\(", "\n".join(tried.lines))
     for tried in attempts:
-        if isinstance(tried, Attempt) and tried.question.region:
+        if isinstance(tried, Attempt) and tried.question.region and not prints(tried):
             by_chapter.setdefault(tried.question.chapter, []).append(tried)
     for chapter, several in by_chapter.items():
         if len(several) > 1:
             text = placed(chapter, [(tried.question.region, tried.lines) for tried in several])
             ids = [tried.id for tried in several]
             all_of_it = SimpleNamespace(text=text, ids=ids, question=several[0].question)
-            solved |= examiner().Trial(all_of_it, patience).found()[0]
+            right = examiner().Trial(all_of_it, patience).found()[0]
+            if right and right != {*ids}:  # the proof has not run: run it with these alone
+                those = [tried for tried in several if tried.id in right]
+                text = placed(chapter, [(tried.question.region, tried.lines) for tried in those])
+                some = dict(text=text, ids=[tried.id for tried in those], proof_alone=True)
+                some = SimpleNamespace(question=several[0].question, **some)
+                right = examiner().Trial(some, patience).found()[0]
+            solved |= right
     return solved
 
 
 def grade(attempts, patience, together=True):
-    """Yield a Verdict of each attempt, in their order. Each is tried alone, with one process to a
-    core at a time, unless it holds together with the others, which takes each test only once."""
+    """Yield a Verdict of each attempt, in their order. The answers of a chapter are graded together
+    first, which runs each test once; those that fail are graded alone, one process per core."""
     solved = hold_together(attempts, patience) if together else ()
     done = {i: tried for i, tried in enumerate(attempts) if isinstance(tried, Verdict)}
     for i, tried in enumerate(attempts):
@@ -396,7 +432,7 @@ def grade(attempts, patience, together=True):
 
 
 def keep(verdict):
-    """Note what was found of the lines in a learner's file, and pass it on."""
+    """Store a verdict on the lines in a learner's file, and return the verdict."""
     lines = answers_in(verdict.question.exercise).get(verdict.question.id)
     if lines is not None:
         record(verdict.state, [(verdict.question, lines)])
@@ -410,14 +446,14 @@ COLOURS = dict.fromkeys(DONE, GREEN) | dict.fromkeys(["wrong", "hangs", "does no
 
 
 def paint(state, width=0):
-    """A state in its colour, where colours are seen."""
+    """Colour a state, where the output is a terminal."""
     plain = state not in COLOURS or not sys.stdout.isatty() or "NO_COLOR" in os.environ
     padded = state.ljust(width)
     return padded if plain else f"\033[{COLOURS[state]}m{padded}\033[0m"
 
 
 def told(verdict, trace=False):
-    """The lines that tell a verdict."""
+    """Write a verdict as lines of text."""
     question, lines = verdict.question, []
     if verdict.rows:
         lines += textwrap.wrap(question.text, 92)
@@ -429,17 +465,17 @@ def told(verdict, trace=False):
 
 
 def bar(now, width=24):
-    """A progress bar over {id: state}."""
+    """Draw a progress bar over {id: state}."""
     done = sum(state in DONE for state in now.values())
     full = width * done // len(now)
     return f"[{'#' * full}{'.' * (width - full)}] {done} of {len(now)}"
 
 
 def beside(question):
-    """The chapter's lines beside the learner's, or below them where the terminal is narrow."""
-    given = answers_in(question.exercise).get(question.id, ["(nothing yet)"])
+    """Show the chapter's lines beside the learner's, or below them in a narrow terminal."""
+    answer = answers_in(question.exercise).get(question.id, ["(nothing yet)"])
     flush = lambda lines: textwrap.dedent("\n".join(lines)).splitlines()
-    yours = [question.shown, "", *flush(given)]
+    yours = [question.shown, "", *flush(answer)]
     ours = [question.chapter.name, "", *flush(question.answer)]
     left, right = (max(map(len, part)) for part in (yours, ours))
     if left + right + 3 > shutil.get_terminal_size((100, 24)).columns:
@@ -450,44 +486,58 @@ def beside(question):
 
 
 def next_step(asked, now):
-    """What to do, in a line."""
+    """Say in a line what to do next."""
     first = next((question for question in asked if now[question.id] not in DONE), None)
     if first is None:
         return "all of it is solved"
-    number = first.chapter.name[:2]
     if not first.exercise.exists():
-        return f"next: read {first.chapter.name}, then python workshop.py start {number}"
-    return f"next: {first.id}, with python workshop.py watch {number}"
+        path = first.chapter.relative_to(ROOT)
+        return f"next: read {path}, then python workshop.py start {first.short}"
+    return f"next: {first.id}, with python workshop.py watch {first.short}"
+
+
+def next_hint(question):
+    """Return the question's hints so far and one more; which were shown is stored."""
+    shown = stored(HINTS)
+    count = min(shown.get(question.id, 0) + 1, len(question.hints))
+    write(HINTS, json.dumps(shown | {question.id: count}) + "\n")
+    if len(question.hints) == 1:
+        return f"hint: {question.hints[0]}"
+    lines = [f"hint {i}: {hint}" for i, hint in enumerate(question.hints[:count], 1)]
+    more = [f"(hint {question.id} again gives one more)"] * (count < len(question.hints))
+    return "\n".join([*lines, *more])
 
 
 # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
 
 def find(word):
-    """The questions that a word names: one ("Q3.2"), or those of a chapter ("03", "03_tp.py")."""
+    """Return the questions that a word names: "Q3.2" one, "03", "03_tp.py" or "faults" several."""
     asked = [question for chapter in chapters() for question in questions(chapter)]
     named = [question for question in asked if question.id.lower() == word.lower()]
-    if not named and (chapter := re.fullmatch(r"(0[1-7])(_\w+)?(\.py)?", word)):
-        named = [question for question in asked if question.chapter.name.startswith(chapter[1])]
     if not named:
-        known = ", ".join(chapter.name[:2] for chapter in chapters())
+        stem = word.rpartition("/")[2].removesuffix(".py")
+        named = [question for question in asked if stem in (question.short, question.chapter.stem)]
+    if not named:
+        known = ", ".join(dict.fromkeys(question.short for question in asked))
         raise Refused(f"{word} is no question, such as Q1.2, and no chapter: {known}")
     return named
 
 
 def first_open(asked):
-    """The first question that is not solved, or None."""
+    """Return the first question that is not solved, or None."""
     now = states(asked)
     return next((question for question in asked if now[question.id] not in DONE), None)
 
 
 def overview(asked):
-    """List questions, and what is solved."""
+    """Print the questions of each chapter and their states."""
     now = states(asked)
     for chapter in chapters():
         own = [question for question in asked if question.chapter == chapter]
         if own:
-            print(f"{chapter.name:22}{bar({question.id: now[question.id] for question in own})}")
+            path = str(chapter.relative_to(ROOT))
+            print(f"{path:22}{bar({question.id: now[question.id] for question in own})}")
         for q in own:
             text = textwrap.shorten(q.text, 80, placeholder=" ...")
             print(f"  {q.heading}  {paint(now[q.id], 14)}  {q.minutes:2} min  {text}")
@@ -505,11 +555,11 @@ def table(asked):
 
 def start(asked, only, again):
     """Write a chapter's exercise file."""
-    path, number = asked[0].exercise, asked[0].chapter.name[:2]
+    path, number = asked[0].exercise, asked[0].short
     if path.exists() and not again:
         raise Refused(
-            f"{asked[0].shown} is there already: start {number} --again starts over and keeps a "
-            f"dated copy; reset {asked[0].id} empties one question"
+            f"{asked[0].shown} exists: start {number} --again starts over and keeps a dated "
+            f"copy; reset {asked[0].id} empties one question"
         )
     if path.exists():
         set_aside(path)
@@ -526,7 +576,7 @@ def reset(question):
     """Empty one question; all other answers stay."""
     path = question.exercise
     if not path.exists():
-        raise Refused(f"{question.shown} is not there: start {question.chapter.name[:2]}")
+        raise Refused(f"{question.shown} does not exist yet: start {question.short}")
     answers = answers_in(path)
     answers.pop(question.id, None)
     set_aside(path)
@@ -536,7 +586,7 @@ def reset(question):
 
 
 def check(asked, patience, trace=False, as_json=False):
-    """Grade questions, but not again what is as it was when it was solved; 0 if all are solved."""
+    """Grade questions, without those that are solved and unchanged; return 0 if all are solved."""
     now, verdicts, path = states(asked), [], None
     done = lambda question: now[question.id] in DONE
     attempts = [Verdict(q, now[q.id]) if done(q) else attempt(q) for q in asked]
@@ -557,18 +607,58 @@ def check(asked, patience, trace=False, as_json=False):
 
 
 def as_record(verdict):
-    """A Verdict as a dictionary for --json."""
+    """Turn a Verdict into a dictionary for --json."""
     q = verdict.question
     what = dict(question=q.id, chapter=q.chapter.name, stars=q.stars, minutes=q.minutes)
     return what | dict(state=verdict.state, seconds=round(verdict.seconds, 1)) | dict(verdict.rows)
 
 
 def differs_outside(question):
-    """A note if a learner's file is no longer the chapter's outside the marks."""
+    """Return a note if a learner's file differs from the chapter outside the marks."""
     path = question.exercise
     if not path.exists() or path.read_text() == exercise(question.chapter, answers_in(path)):
         return ""
-    return f"   outside the marks it is not {question.chapter.name} any more: that is not graded"
+    return f"   outside the marks this file differs from {question.chapter.name}: not graded"
+
+
+# ── class ────────────────────────────────────────────────────────────────────────────────────
+
+
+def learners(folders):
+    """Find {name of a learner: their progress file}: in each folder, or one or two levels below."""
+    files = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise Refused(f"{folder} is no folder")
+        for pattern in ("", "exercises/", "*/", "*/exercises/"):
+            for file in sorted(folder.glob(f"{pattern}{PROGRESS.name}")):
+                home = file.absolute().parent
+                files[(home.parent if home.name == EXERCISES.name else home).name] = file
+    if not files:
+        raise Refused(f"no {PROGRESS.name} in {', '.join(folders)}: nobody has checked an answer")
+    return files
+
+
+def classroom(folders, everything):
+    """Print who is where: one line a learner, then the questions at which most learners are."""
+    shorts, now_at, rows = list(dict.fromkeys(q.short for q in everything)), Counter(), []
+    for name, file in learners(folders).items():
+        known = stored(file)
+        done = {q.id for q in everything if known.get(q.id, [""])[0] in DONE}
+        per = Counter(q.short for q in everything if q.id in done)
+        tried = [q for q in everything if q.id in known and q.id not in done]
+        ahead = [q for q in everything if q.id not in done]
+        current = (tried or ahead or [None])[0]
+        at = f"{current.id} {known.get(current.id, ['open'])[0]}" if current else "all solved"
+        now_at[current.id if current else "all solved"] += 1
+        minutes = f"{(time.time() - file.stat().st_mtime) / 60:.0f}"
+        rows.append((name, str(len(done)), *(str(per[s] or "") for s in shorts), at, minutes))
+    head = ("who", "solved", *shorts, "now at", "minutes ago")
+    wide = [max(map(len, column)) for column in zip(head, *rows)]
+    for row in (head, *sorted(rows)):
+        print("  ".join(word.ljust(width) for word, width in zip(row, wide)).rstrip())
+    print("most are at " + ", ".join(f"{id} ({count})" for id, count in now_at.most_common(3)))
+    return 0
 
 
 # ── watch ────────────────────────────────────────────────────────────────────────────────────
@@ -576,15 +666,13 @@ def differs_outside(question):
 
 @contextmanager
 def keys():
-    """A function that waits so many seconds for a key, or for one of some files to be readable,
-    and returns the key, "" at the end of input, or None. A terminal needs no Enter."""
-    settings = None
-    if sys.stdin.isatty():
-        import termios
-        import tty
+    """Yield a function that waits some seconds for a key, or until one of some files is readable.
+    The function returns the key, "" at the end of input, or None. No key needs Enter."""
+    import termios
+    import tty
 
-        settings = termios.tcgetattr(sys.stdin)
-        tty.setcbreak(sys.stdin)
+    settings = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
 
     def key(seconds, *files):
         ready, _, _ = select.select([sys.stdin, *files], [], [], seconds)
@@ -594,12 +682,11 @@ def keys():
     try:
         yield key
     finally:
-        if settings:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
 
 
 class Watch:
-    """Grades the first open question of a chapter at each save of its exercise file."""
+    """The grading of the first open question of a chapter at each save of its exercise file."""
 
     KEYS = "h hint · s show the chapter's lines · l list · c check all · r reset · q quit"
 
@@ -607,12 +694,13 @@ class Watch:
         self.asked, self.patience, self.question = asked, patience, first_open(asked)
         self.trial, self.seen = None, None
         if not asked[0].exercise.exists():
-            number = asked[0].chapter.name[:2]
-            raise Refused(f"{asked[0].shown} is not there: start {number}")
+            raise Refused(f"{asked[0].shown} does not exist yet: start {asked[0].short}")
+        if not sys.stdin.isatty():
+            raise Refused(f"watch needs a terminal; without one, use check {asked[0].short}")
         examiner()  # now, and not at the first save
 
     def run(self):
-        """Until q, or until all is solved."""
+        """Grade and read keys until q, or until all questions are solved."""
         try:
             with keys() as key:
                 while self.question:
@@ -633,15 +721,15 @@ class Watch:
         return 0
 
     def saved(self):
-        """Whether the file changed since the last call."""
+        """Tell whether the file changed since the last call."""
         with suppress(OSError):  # an editor may be about to replace it
             stat = self.question.exercise.stat()
             before, self.seen = self.seen, (stat.st_mtime_ns, stat.st_size)
             return before != self.seen
 
     def begin(self):
-        """Grade the question as it is now, the next if it is solved: a grading of how it was is
-        of no use."""
+        """Start to grade the lines as they are now, of the next question if this one is solved. A
+        grading of older lines is stopped."""
         self.end()
         if states([self.question])[self.question.id] in DONE:
             self.question = first_open(self.asked)
@@ -659,7 +747,7 @@ class Watch:
         self.trial = None
 
     def tell(self, verdict):
-        """Show a verdict, and what can be done now."""
+        """Show a verdict and the keys."""
         keep(verdict)
         if sys.stdout.isatty():
             print("\033[2J\033[H", end="")
@@ -672,11 +760,11 @@ class Watch:
         print("\n" + "n next · " * (verdict.state == "solved") + self.KEYS, flush=True)
 
     def press(self, key):
-        """Do what a key asks for; True if that is to quit."""
+        """Do what a key asks for; return True if that is to quit."""
         if key in ("q", "", "\x04"):
             return True
         if key == "h":
-            print(f"hint: {self.question.hint}")
+            print(next_hint(self.question))
         elif key == "s":
             print(beside(self.question))
         elif key == "l":
@@ -693,7 +781,7 @@ class Watch:
 
 
 def build_parser():
-    """The command line."""
+    """Describe the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -711,18 +799,22 @@ def build_parser():
     checked.add_argument("--json", action="store_true", help="for an instructor's program")
     for graded in watched, checked:
         graded.add_argument("--timeout", type=float, default=15, help="seconds that ranks may wait")
-    add("hint", "a nudge").add_argument("what", metavar="QUESTION")
+    add("hint", "a nudge; again, one more").add_argument("what", metavar="QUESTION")
     add("show", "the chapter's lines beside yours").add_argument("what", metavar="QUESTION")
     add("reset", "empty a question again").add_argument("what", metavar="QUESTION")
+    seen = add("class", "where each learner stands")
+    seen.add_argument("folders", metavar="FOLDER", nargs="+", help="of one learner, or of many")
     add("table", "all questions, as WORKSHOP.md has them")
     return parser
 
 
 def run(args):
-    """Do what was asked; returns the exit status."""
+    """Do what the command line asks; return the exit status."""
     everything = [question for chapter in chapters() for question in questions(chapter)]
     if args.command in (None, "table"):
         return table(everything) if args.command else overview(everything)
+    if args.command == "class":
+        return classroom(args.folders, everything)
     if args.command == "check" and not args.what:
         asked = [question for question in everything if question.exercise.exists()]
         if not asked:
@@ -743,16 +835,22 @@ def run(args):
     if args.command == "reset":
         return reset(question)
     print(textwrap.fill(f"{question.heading}  {question.text}", 96))
-    print(f"hint: {question.hint}" if args.command == "hint" else beside(question))
+    print(next_hint(question) if args.command == "hint" else beside(question))
     return 0
 
 
 def main(argv=None):
-    """Exit status: 0 done, and all solved; 1 not all solved; 2 refused, in a sentence; 130 ended
-    from outside, with all that was being graded."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run a command. Return 0 if it is done and all is solved, 1 if not all is solved, 2 if it was
+    refused in a sentence, 130 if it was ended from outside, 141 if nobody reads the output."""
+    for ended in signal.SIGTERM, signal.SIGINT:
+        signal.signal(ended, signal.default_int_handler)
     try:
-        return run(build_parser().parse_args(argv))
+        code = run(build_parser().parse_args(argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 2

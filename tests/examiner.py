@@ -1,15 +1,17 @@
-"""How an exercise is graded: by the tests that name its question, each question in a process of
-its own, and told in a few rows, (label, text), in the terms of the question.
+"""How an exercise is graded: by the tests that name its question, then by the chapter's own proof.
+Each question is graded in a process of its own. A verdict is a few rows, (label, text).
 
 A question of accounting is graded by memory_math. workshop.py starts a `Trial` of each.
 """
 
+import builtins
 import faulthandler
 import itertools
 import math
 import operator
 import os
 import re
+import runpy
 import signal
 import sys
 import tempfile
@@ -24,10 +26,17 @@ from pathlib import Path
 
 import harness
 import pytest
+import torch.distributed as dist
 
 import memory_math
 
-CASES = 3  # of a test with more, the first: a learner waits, and they go from small to large
+CASES = 4  # of a test with more, those that differ most from each other: a learner waits
+PRINTS = 12  # lines of print() that are shown
+PROOF = {"07_5d": "--pp 1 --dp 2 --cp 1 --tp 1 --ep 2", "beyond": ""}  # others: two ranks
+BREAKPOINT = (
+    "breakpoint() needs a terminal, and grading has none: use print(), which is shown here, or run "
+    "one rank as WORKSHOP.md says"
+)
 
 NEEDED = {  # of a comparison: what it asked for, and whether it got it
     "==": ("", operator.eq), "!=": ("anything but ", operator.ne), "is": ("", operator.is_),
@@ -40,17 +49,19 @@ NEEDED = {  # of a comparison: what it asked for, and whether it got it
 
 
 class Trial:
-    """A question, or several of a chapter, while graded, in a process group that ends with it.
+    """The grading of a question, or of several of a chapter, in a process group of its own.
 
-    attempt: a learner's lines in their place, as workshop.Attempt has them. `answer` is readable
-    when the result is there.
+    attempt: a learner's lines in their place, as workshop.Attempt has them. `answer` can be read
+    when there is a result.
     """
 
     def __init__(self, attempt, patience):
         self.attempt, self.started = attempt, time.monotonic()
         self.folder = tempfile.TemporaryDirectory()
-        attempt.file = f"{self.folder.name}/{attempt.question.chapter.name}"
-        Path(attempt.file).write_text(attempt.text)
+        path = Path(self.folder.name, attempt.question.chapter.relative_to(harness.ROOT))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(attempt.text)
+        attempt.file = str(path)
         fork = get_context("fork")
         self.answer, send = fork.Pipe(duplex=False)
         task = attempt, self.folder.name, send, patience
@@ -59,13 +70,16 @@ class Trial:
         send.close()
 
     def found(self):
-        """Wait until it is over: the questions whose tests all passed, and a failure or None."""
+        """Wait for the end: the questions that are solved, and a failure or None."""
         try:
             return self.answer.recv()
         except EOFError:  # ended by its time-out, or by the learner's lines
+            self.process.join()
             test, _, stack = Path(self.folder.name, "stack").read_text().partition("\n")
-            return set(), (test, "Hung", stack, "")
+            died = "" if stack else harness.ended_by(self.process.exitcode)
+            return set(), (test, "Died" if died else "Hung", died or stack, "")
         finally:
+            self.printed = printed(self.folder.name)
             self.stop()
 
     def result(self):
@@ -78,7 +92,8 @@ class Trial:
             verdict = "solved", [], ""
         else:
             verdict = "not graded", [("tests", f"none marks {self.attempt.id}")], ""
-        return *verdict, time.monotonic() - self.started
+        state, rows, trace = verdict
+        return state, [*rows, *self.printed], trace, time.monotonic() - self.started
 
     def stop(self):
         with suppress(ProcessLookupError):
@@ -93,9 +108,10 @@ class Trial:
 
 
 def examine(attempt, folder, send, patience):
-    """In a process of its own: send the questions that are solved, and the first failure or None.
-    That is (test, kind of exception, its words, traceback)."""
+    """Send the questions that are solved, and the first failure or None. It runs in a process of
+    its own. A failure is (test, kind of exception, its words, traceback)."""
     os.setsid()
+    watch_prints(attempt, folder)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -103,23 +119,84 @@ def examine(attempt, folder, send, patience):
         if attempt.question.account:
             faulthandler.dump_traceback_later(patience, exit=True, file=stack)
             send.send(({attempt.id}, predict(attempt)))
-        else:
-            chapter = attempt.question.chapter.name
-            send.send(run(attempt.ids, chapter, folder, patience, stack))
+            return
+        solved, failure = {*attempt.ids}, None
+        if not getattr(attempt, "proof_alone", False):
+            solved, failure = run(attempt, folder, patience, stack)
+        if solved == {*attempt.ids} and not failure:
+            failure = prove(attempt, folder, patience)
+            solved = set() if failure else solved
+        send.send((solved, failure))
+
+
+def watch_prints(attempt, folder):
+    """Let print() of the learner's lines write into a file as well, and refuse breakpoint()."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError(BREAKPOINT)
+
+    def printing(*words, sep=" ", end="\n", file=None, flush=False):
+        caller = sys._getframe(1)
+        own = getattr(attempt, "is_learners", None) if not attempt.question.account else None
+        if caller.f_code.co_filename == attempt.file and (not own or own(caller.f_lineno)):
+            who = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            with open(f"{folder}/prints", "a") as shown:
+                shown.write(who + (sep or " ").join(map(str, words)) + "\n")
+        usual(*words, sep=sep, end=end, file=file, flush=flush)
+
+    usual, builtins.print = builtins.print, printing
+    sys.breakpointhook = refuse
+
+
+def printed(folder):
+    """Rows of what the learner's lines printed."""
+    path = Path(folder, "prints")
+    lines = path.read_text().splitlines() if path.exists() else []
+    more = [f"... and {len(lines) - PRINTS} lines more"] if len(lines) > PRINTS else []
+    return [("prints", line) for line in lines[:PRINTS] + more]
+
+
+def prove(attempt, folder, patience):
+    """Run the proof of the chapter with the answer in it. Return None, or a failure."""
+    chapter = attempt.question.chapter
+    kind = chapter.stem if chapter.parent == harness.ROOT else "beyond"
+    flags = [*PROOF.get(kind, "--ranks 2").split(), "--steps", "0", "--timeout", str(patience)]
+    with open(f"{folder}/proof", "w") as said:
+        process = get_context("fork").Process(target=_proof, args=(attempt.file, flags, said))
+        process.start()
+        process.join(10 * patience)
+    text = Path(folder, "proof").read_text()
+    if process.exitcode is None:
+        return "", "Proof", f"it did not end in {10 * patience:g} s", text
+    if process.exitcode == 0:
+        return None
+    broken = [" ".join(x.split()) for x in text.splitlines() if x.endswith("NOT AS CLAIMED")]
+    last = [line for line in text.splitlines() if line.strip() and " of 2: " not in line]
+    waits = [line for line in text.splitlines() if re.match(r"some ranks waited", line)]
+    return "", "Proof", cut([*broken, *waits, *last[-1:], "it said nothing"][0]), text
+
+
+def _proof(file, flags, said):
+    """Run a chapter as a script whose output goes into a file."""
+    sys.stdout.flush()
+    for stream in (1, 2):
+        os.dup2(said.fileno(), stream)
+    sys.argv = [file, *flags]
+    runpy.run_path(file, run_name="__main__")
 
 
 # ── running the tests of a question ──────────────────────────────────────────────────────────
 
 
-def run(questions, chapter, folder, patience, stack):
+def run(attempt, folder, patience, stack):
     """Run the tests that questions mark, on the chapter in a folder; in a process of its own.
 
-    Returns the questions whose tests all passed, and of the first test that did not (its name, the
-    kind of its exception, that exception's words, the traceback), or None. It ends with as many
-    failures as there are questions, or when ranks hang. Ranks wait for each other `patience`
-    seconds; a test that takes thrice that is ended, with its process; `stack` says where it stood.
+    Returns the questions whose tests all passed, and of the first test that failed (its name, the
+    kind of its exception, that exception's words, the traceback), or None. The run ends with as
+    many failures as there are questions, or when ranks hang. Ranks wait for each other `patience`
+    seconds. A test that takes thrice as long is ended, with its process; `stack` says where it was.
     """
-    for module in [name for name in sys.modules if re.match(r"0\d_|test_0\d", name)]:
+    for module in [name for name in sys.modules if re.match(r"0\d_|test_|beyond", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
     on_ranks = harness.on_ranks
     usual = on_ranks.__kwdefaults__["timeout"]  # a test that asks for twice that gets twice ours
@@ -129,16 +206,32 @@ def run(questions, chapter, folder, patience, stack):
     os.environ["CHAPTERS"] = folder
     sys.path.insert(0, folder)
     os.chdir(harness.ROOT)
+    questions = attempt.ids
     examiner = Examiner(questions, patience, stack)
-    tests = map(str, sorted(Path("tests").glob(f"test_{chapter[:2]}_*.py")))
+    tests = map(str, attempt.question.tests)
     options = f"-q --tb=native -p no:cacheprovider --maxfail={len(questions)} -o addopts= -m"
     pytest.main([*options.split(), "not slow", *tests], plugins=[examiner])
     return examiner.solved(), examiner.failure
 
 
 def asked(item):
-    """The questions that a test marks."""
+    """Return the questions that a test marks."""
     return {id for mark in item.iter_markers("question") for id in mark.args}
+
+
+def differing(items, room=CASES):
+    """Choose cases of a test: the first one, then always the one with most values not seen yet."""
+    chosen, seen, left = [], set(), list(items)
+    values = lambda item: {
+        (name, str(value)) for name, value in getattr(item, "callspec", item).params.items()
+    }
+    if len(left) <= room:
+        return left
+    while left and len(chosen) < room:
+        chosen.append(max(left, key=lambda item: len(values(item) - seen)))
+        left.remove(chosen[-1])
+        seen |= values(chosen[-1])
+    return sorted(chosen, key=items.index)
 
 
 class Examiner:
@@ -156,7 +249,7 @@ class Examiner:
         items.sort(key=lambda item: len(asked(item)))  # what is about one question alone first
         of_test = lambda item: item.nodeid.partition("[")[0]
         cases = [list(group) for _, group in itertools.groupby(items, of_test)]
-        items[:] = [item for group in cases for item in group[:CASES]]
+        items[:] = [item for group in cases for item in differing(group)]
         self.chosen.update(id for item in items for id in asked(item))
 
     def pytest_collectreport(self, report):
@@ -186,9 +279,14 @@ class Examiner:
         words, holds = NEEDED.get(op, (op + " ", None))
         if holds and holds(left, right) is True:
             return None  # another part of the assertion failed
-        found, wanted, where = first_difference(left, right) if op == "==" else (left, right, "")
+        value, expected, where = first_difference(left, right) if op == "==" else (left, right, "")
         of = f", at {where} of {brief(left, 60)}" if where else ""
-        pair = [f"expected: {words}{brief(wanted)}", f"found: {brief(found)}{of}"]
+        if op == "==" and expected in ([], (), {}) and isinstance(value, list | tuple | dict):
+            what = "nothing that differs", f"{len(value)} that differ, first {brief([*value][0])}"
+            what = (what[0], what[1].replace("1 that differ, first", "this differs:"))
+        else:
+            what = words + brief(expected), brief(value)
+        pair = [f"expected: {what[0]}", f"found: {what[1]}{of}"]
         return [f"{brief(left)} {op} {brief(right)}", *pair, "."]
 
 
@@ -239,35 +337,63 @@ def cut(text, room=160):
 
 def explain(failure, attempt):
     """(state, rows, traceback) of a failure as `run` returned it. The attempt says whose a line is:
-    `file`, `id`, `place`, `is_mine(number)`, `at(number)`, `named(text)`."""
+    `file`, `id`, `place`, `is_learners(number)`, `at(number)`, `named(text)`."""
     test, kind, words, trace = failure
     if kind == "Collection" and attempt.file not in trace:
         return "not graded", [("tests", cut(trace.strip().splitlines()[-1]))], trace
-    rows = [("test", aloud(test))] if test else []
+    rows = claim(test)
+    if kind == "Died":
+        return "wrong", [*rows, ("died", words), ("line", attempt.place)], ""
+    if kind == "Proof":
+        rows = [("claim", f"the proof of {attempt.question.chapter.name} holds with this answer")]
+        rows += [("expected", "every row as claimed"), ("found", words)]
+        return "wrong", [*rows, line_of(trace, attempt)], attempt.named(trace)
     rank = re.match(r"rank ([\d, ]+) (raised|died|hung)", words) if kind == "RankFailed" else None
-    if kind == "Hung" and not words:
-        rows += [("died", "with the process of its tests"), ("line", attempt.place)]
-        return "wrong", rows, ""
-    if kind == "Hung" or rank and rank[2] == "hung":
-        says, _, stacks = words.partition("\n") if rank else ("and does not return", "", words)
-        rows.append(("hangs", says))
+    waits = kind == "RankFailed" and not rank
+    if kind == "Hung" or waits or rank and rank[2] == "hung":
+        says, stacks = "it does not return", words
+        if rank or waits:
+            says, _, stacks = words.partition("\n")
+        rows.append(("hangs", readable(says, attempt)))
         for stack in re.split(r"^(?=rank \d+: )", stacks, flags=re.M):
-            rows += standing(stack, attempt)
-        numbers = re.findall(rf'"{re.escape(attempt.file)}", line (\d+)', stacks)
-        if not any(attempt.is_mine(int(number)) for number in numbers):
-            rows.append(("line", attempt.place))  # it hangs elsewhere, because of these
+            rows += standing(stack, attempt) if "Traceback" not in stack else []
+        if not any(attempt.place.partition(":")[0] in text for _, text in rows):
+            rows.append(line_of(words, attempt))
         return "hangs", rows, attempt.named(words)
     text = words if rank else trace
     state, more = what_failed(text, rank, attempt)
+    if re.search(r"\bnan\b", " ".join(text for label, text in more if label == "found")):
+        more.append(("nan", "no number: 0 / 0, or -inf minus -inf, as in a row that sees nothing"))
     return state, rows + more, attempt.named(text)
+
+
+def claim(test):
+    """Rows of what a test claims, in words, and of its case."""
+    name, _, case = test.removeprefix("test_").partition("[")
+    rows = [("claim", textwrap.shorten(name.replace("_", " "), 120))] if name else []
+    return rows + [("case", case[:-1])] * bool(case)
+
+
+def line_of(text, attempt):
+    """The row of the learner's line in which a traceback or a sentence stands, or of all lines."""
+    numbers = re.findall(rf'{re.escape(attempt.file)}(?:", line |:)(\d+)', text)
+    own = [int(number) for number in numbers if attempt.is_learners(int(number))]
+    return "line", attempt.at(own[-1]) if own else attempt.place
+
+
+def readable(text, attempt):
+    """A sentence with "path:line" of files that a reader can open."""
+    owned = lambda match: "{}:{}".format(*attempt.owner(int(match[1])))
+    text = re.sub(rf"{re.escape(attempt.file)}:(\d+)", owned, text)
+    return text.replace(f"{harness.ROOT}/", "")
 
 
 def what_failed(text, rank, attempt):
     """(state, rows) of a traceback: what was expected, found or raised, and at which line."""
     who = f", on rank {rank[1]}" if rank else ""
     numbers = [int(n) for n in re.findall(rf'"{re.escape(attempt.file)}", line (\d+)', text)]
-    mine = [number for number in numbers if attempt.is_mine(number)]
-    line = ("line", attempt.at(mine[-1]) if mine else attempt.place)
+    own = any(map(attempt.is_learners, numbers))
+    line = line_of(text, attempt)
     if rank and rank[2] == "died":
         return "wrong", [("died", text.partition(": ")[2] + who), line]
     name, message = last_exception(text)
@@ -277,7 +403,7 @@ def what_failed(text, rank, attempt):
         return "wrong", [*compared(message, text, who), line]
     hangs = re.search(r"[Tt]imed? ?out", message)
     rows = [("hangs" if hangs else "raised", cut(f"{name}: {message}") + who)]
-    if numbers and not mine:
+    if numbers and not own:
         rows.append(("in", attempt.at(numbers[-1])))
     return "hangs" if hangs else "wrong", [*rows, line]
 
@@ -293,17 +419,23 @@ def last_exception(text):
 
 
 def compared(message, text, who):
-    """Rows of a failed assertion: its own words, and two values or else what it demanded."""
+    """Rows of a failed assertion: its own words, then what was expected and what was found."""
     says, _, but = message.partition("assert ")
     rows = [("of", cut(says))] if says.strip() else []
     pair = re.findall(r"^ *(expected|found): (.*)", message, flags=re.M)
     if equal := re.search(r"where False = <built-in method (?:all)?(?:equal|close).*?>\(", but):
-        found, wanted, *_ = arguments(but[equal.end() :])
-        pair = [("expected", cut(wanted)), ("found", cut(found))]
+        value, expected, *_ = arguments(but[equal.end() :])
+        pair = [("expected", cut(expected)), ("found", cut(value))]
+    elif raises := re.search(r"DID NOT RAISE <class '(?:\w+\.)*(\w+)'>", message):
+        pair = [("expected", f"a refusal, {raises[1]}"), ("found", "nothing was raised")]
     if not pair:
-        demanded = re.findall(r"^    ((?:assert|with) .*)", text, flags=re.M)
-        pair = [("demands", demanded[-1].removeprefix("assert "))] if demanded else []
-        pair += [("found", cut((but or message).splitlines()[0]))]
+        demanded = re.findall(r"^    (?:assert|with) (.*)", text, flags=re.M) or ["this assertion"]
+        value = cut((but or message).splitlines()[0])
+        if demanded[-1].startswith("not "):
+            what, value = f"{demanded[-1][4:]} is empty, 0 or False", value.removeprefix("not ")
+        else:
+            what = f"{demanded[-1]} is true"
+        pair = [("expected", what), ("found", value)]
     return rows + [(label, value + who * (label == "found")) for label, value in pair]
 
 
@@ -322,7 +454,7 @@ def arguments(call):
 
 
 def standing(stack, attempt):
-    """Rows that say where a process stands: in the chapter, and in the learner's lines."""
+    """Rows of where a process stands: in the chapter, and in the learner's lines."""
     who = re.match(r"rank \d+", stack)
     who = who[0] if who else "stands"
     frames = re.findall(rf'"{re.escape(attempt.file)}", line (\d+) in (\w+)', stack)
@@ -330,23 +462,17 @@ def standing(stack, attempt):
         other = re.search(r'File "(?:.*/)?([^/"]+)", line (\d+) in (\w+)', stack)
         return [(who, f"in {other[3]}, {other[1]}:{other[2]}")] if other else []
     rows = [(who, f"in {frames[0][1]}, {attempt.at(int(frames[0][0]))}")]
-    mine = next((int(n) for n, _ in frames if attempt.is_mine(int(n))), None)
-    if mine and mine != int(frames[0][0]):
-        rows.append(("from", attempt.at(mine)))
+    own = next((int(n) for n, _ in frames if attempt.is_learners(int(n))), None)
+    if own and own != int(frames[0][0]):
+        rows.append(("from", attempt.at(own)))
     return rows
-
-
-def aloud(test):
-    """The name of a test, read aloud."""
-    name, _, case = test.removeprefix("test_").partition("[")
-    return textwrap.shorten(name.replace("_", " ") + (f", {case[:-1]}" if case else ""), 120)
 
 
 # ── accounts ─────────────────────────────────────────────────────────────────────────────────
 
 
 def predict(attempt):
-    """Of an accounting answer, the failure at the first layout at which it is wrong, or None."""
+    """Return the failure of an accounting answer at the first layout where it is wrong, or None."""
     account, names = attempt.question.account, {"math": math}
     try:
         exec(compile(attempt.text, attempt.file, "exec"), names)

@@ -7,8 +7,10 @@ stood. A test's process itself never joins a group.
 
 import faulthandler
 import importlib
+import linecache
 import os
 import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -30,6 +32,7 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)  # a used pool of threads and a fork hang
 
+IN_VAIN = "by peer|[Tt]imed? ?out"  # in the error of a rank that waited for another one
 AFTER_A_FAILURE = 2  # seconds that the other ranks get to say what they saw
 SIGNALS = {
     "SIGABRT": " (gloo aborts when ranks call a collective with different sizes)",
@@ -38,7 +41,7 @@ SIGNALS = {
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or hung. The text begins with its number."""
+    """A rank raised, died, hung or waited in vain. The text begins with its number."""
 
 
 def chapter(name):
@@ -104,8 +107,7 @@ def _answers(ranks, ends, folder, timeout):
                 how, said = pickle.loads(ends[rank].recv_bytes())
             except EOFError:
                 ranks[rank].join()
-                how, said = "died", signal.Signals(-ranks[rank].exitcode).name
-                said += SIGNALS.get(said, "")
+                how, said = "died", ended_by(ranks[rank].exitcode)
             if how == "returned":
                 answers[rank] = said
             else:
@@ -115,12 +117,73 @@ def _answers(ranks, ends, folder, timeout):
             break
     if len(answers) == len(ranks):
         return [answers[rank] for rank in range(len(ranks))]
+    own = [text for _, text in failures if not re.search(IN_VAIN, text)]
+    if own:
+        raise RankFailed(own[0])
+    hung = [rank for rank in range(len(ranks)) if rank not in answers | dict(failures)]
+    stacks = {r: _stack(ranks[r], Path(folder, f"{r}.out")) for r in hung}
+    told = [text for _, text in failures] + [f"rank {r}: {stack}" for r, stack in stacks.items()]
+    if says := _who_waits(len(ranks), {**dict(failures), **stacks}):
+        raise RankFailed("\n".join([says, *told]))
     if failures:
-        lost = [text for _, text in failures if "by peer" not in text] or [failures[0][1]]
-        raise RankFailed(lost[0])
-    hung = [rank for rank in range(len(ranks)) if rank not in answers]
-    stacks = "".join(f"\nrank {r}: {_stack(ranks[r], Path(folder, f'{r}.out'))}" for r in hung)
-    raise RankFailed(f"rank {', '.join(map(str, hung))} hung for {timeout} s{stacks}")
+        raise RankFailed(told[0])
+    raise RankFailed("\n".join([f"rank {', '.join(map(str, hung))} hung for {timeout} s", *told]))
+
+
+def ended_by(exitcode):
+    """Name what ended a process that said nothing."""
+    if exitcode >= 0:
+        return f"it left by os._exit({exitcode}) and said nothing"
+    name = signal.Signals(-exitcode).name
+    return name + SIGNALS.get(name, "")
+
+
+def _who_waits(n, told):
+    """A sentence about n ranks of which some wait in a collective, or None if none does. `told` has
+    the traceback or the stack of each rank that did not return."""
+    waits = {rank: place for rank, text in told.items() if (place := _waits_in(text))}
+    if not waits:
+        return None
+    rest = [rank for rank in range(n) if rank not in waits]
+    if rest:
+        operation, place = waits[min(waits)]
+        among = sorted(rank for rank in waits if waits[rank][0] == operation)
+        wait = "waits" if len(among) == 1 else "wait"
+        return f"{_ranks(rest)} never called {operation}, which {_ranks(among)} {wait} in, {place}"
+    if len({*waits.values()}) == 1:
+        operation, place = waits[0]
+        return f"{_ranks(waits)} wait in {operation} and do not meet there, {place}"
+    return "ranks wait for each other: " + "; ".join(
+        f"rank {rank} in {operation}, {place}" for rank, (operation, place) in sorted(waits.items())
+    )
+
+
+def _ranks(numbers):
+    """Ranks as words: "rank 1", or "ranks 0, 1 and 3"."""
+    *most, last = map(str, sorted(numbers))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _waits_in(text):
+    """(operation, "path:line  source") where a rank waits for others, or None. The text is the
+    traceback of an error that says so, or a stack, which has the innermost call first."""
+    frames = re.findall(r'File "(.+)", line (\d+),? in (\S+)', text)
+    if "Traceback" not in text:
+        frames.reverse()
+    elif not re.search(IN_VAIN, text):
+        return None
+    inside = []
+    for path, number, name in reversed(frames):
+        source = linecache.getline(path, int(number)).strip()
+        if "/lib/python" in path:
+            inside.append((path, name))
+        elif not re.search(r"return call\(|wait\(work", source):  # these are the Ledger's
+            calls = [name for path, name in inside if "/torch/distributed/" in path]
+            calls = [name for name in calls if not name.startswith("wrapper")]
+            if not calls and re.search(r"\bwait\(|finish", source):
+                calls = ["wait"]
+            return (calls[-1], f"{path}:{number}  {source}") if calls else None
+    return None
 
 
 def _stack(process, said):

@@ -82,5 +82,31 @@ def waits_alone():
 
 
 def test_a_rank_that_waits_for_an_absent_one_is_named_with_its_operation():
-    with pytest.raises(RankFailed, match=r"(?s)^rank 0 .*all_reduce"):
+    here = r"\S*test_harness.py:\d+  dist.all_reduce"
+    says = rf"^rank 1 never called all_reduce, which rank 0 waits in, {here}"
+    with pytest.raises(RankFailed, match=says):
         on_ranks(2, waits_alone, timeout=2)
+
+
+def calls_another():
+    if dist.get_rank() == 1:
+        dist.broadcast(torch.ones(1), group_src=0)
+    else:
+        dist.barrier()
+
+
+def test_ranks_in_two_collectives_are_told_apart():
+    says = "^ranks wait for each other: rank 0 in barrier, .*; rank 1 in broadcast, "
+    with pytest.raises(RankFailed, match=says):
+        on_ranks(2, calls_another, timeout=2)
+
+
+def leaves():
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return total()
+
+
+def test_a_rank_that_leaves_is_named_with_its_status():
+    with pytest.raises(RankFailed, match=r"^rank 1 died: it left by os._exit\(3\)"):
+        on_ranks(3, leaves)

@@ -40,7 +40,8 @@ each_chapter = pytest.mark.parametrize("file", workshop.chapters(), ids=lambda f
 @each_question
 def test_a_question_has_a_hint_an_answer_and_two_wrong_ones(id):
     question = BY_ID[id]
-    assert question.text and question.hint and question.answer and question.stars in (1, 2, 3)
+    assert question.text and question.hints and all(question.hints)
+    assert question.answer and question.stars in (1, 2, 3)
     wrong = [answer for of, answer in WRONG if of == id]
     assert len(wrong) >= 2
     for answer in wrong:
@@ -89,7 +90,7 @@ def asked_of(id, *layout):
 
 
 def test_accounts_are_what_the_ledger_counts():
-    n, T, V, S, h, d = 4, 24, 64, 32, 4, 6
+    n, V, S, K, d = 4, 64, 32, 4, 6
     dp, tp, cp = chapter("01_dp"), chapter("03_tp"), chapter("06_cp_ring")
     world = lambda: dist.group.WORLD
 
@@ -102,13 +103,13 @@ def test_accounts_are_what_the_ledger_counts():
         return sum(ledger.sent.values()) / sum(p.nbytes for p in model.parameters())
 
     def loss():
-        logits, labels = torch.randn(1, T, V // n), torch.zeros(1, T, dtype=torch.long)
+        logits, labels = torch.randn(1, S, V // n), torch.zeros(1, S, dtype=torch.long)
         with tp.Ledger() as ledger:
-            tp.vocab_parallel_cross_entropy(logits, labels, T, world())
+            tp.vocab_parallel_cross_entropy(logits, labels, V, world())
         return sum(ledger.sent.values())
 
     def attention(how):
-        q, k, v = torch.randn(3, 1, S // n, h, d, requires_grad=True)
+        q, k, v = torch.randn(3, 1, S // n, K, d, requires_grad=True)
         with cp.Ledger() as ledger:
             out = how(q, k, v, world())
             forward = sum(ledger.sent.values())
@@ -119,10 +120,10 @@ def test_accounts_are_what_the_ledger_counts():
         return gradients(), loss(), attention(cp.ring_attention), attention(cp.ulysses_attention)
 
     for share, lost, (_, ring), (ulysses, _) in on_ranks(n, measured):
-        assert share == pytest.approx(asked_of("A1.1", 1, n, 1))
-        assert lost == pytest.approx(asked_of("A3.2", T, V, n))
-        assert ring == pytest.approx(asked_of("A6.1", S, h, d, n, 4, 4))
-        assert ulysses == pytest.approx(asked_of("A6.2", S, h, h, d, n, 4))
+        assert share == pytest.approx(asked_of("A1.1", 1, n, 1, 1))
+        assert lost == pytest.approx(asked_of("A3.2", S, V, n))
+        assert ring == pytest.approx(asked_of("A6.1", S, K, d, n, 4, 4))
+        assert ulysses == pytest.approx(asked_of("A6.2", S, K, K, d, n, 4))
 
 
 def test_workshop_md_has_every_question_and_paths_that_fit(capsys):
@@ -189,7 +190,7 @@ def test_what_is_no_question_and_no_chapter_is_named(project, wrong):
 
 def test_start_never_overwrites_and_again_keeps_a_dated_copy(project):
     assert run(project, "start", "01")[0] == 0
-    answer(project, "Q1.1", ["share = 1"])
+    answer(project, "Q1.1", ["loss = 1"])
     path = project / "exercises/01_dp.py"
     mine = path.read_text()
     code, _, err = run(project, "start", "01")
@@ -217,7 +218,7 @@ def test_one_check_tells_right_wrong_hung_open_and_broken_apart(project):
     answer(project, "Q1.2", ["for tensor in module.parameters()", "    pass"])
     answer(project, "Q1.3", reference("Q1.3")[:-1])  # never launches another
     answer(project, "Q1.4", ["while True:", "    pass"])
-    answer(project, "A1.1", ["A1_1 = lambda P, n, K: 2 * (n - 1) / n * P * K"])
+    answer(project, "A1.1", ["A1_1 = lambda P, n, m, w: 2 * (n - 1) / n * P * w * m"])
     answer(project, "Q1.6", reference("Q1.6"))
     path = project / "exercises/01_dp.py"
     text = path.read_text().replace("    # /Q1.5\n", "").replace("tiny_model(", "my_model(", 1)
@@ -242,7 +243,7 @@ def test_one_check_tells_right_wrong_hung_open_and_broken_apart(project):
     states = dict(re.findall(r"^  (\S+) \*+ +(.+?)  +\d+ min", out, re.M))
     assert {id: states[id] for id in found} == {id: r["state"] for id, r in found.items()}
     assert "2 of 7" in out and "next: Q1.2" in out
-    answer(project, "Q1.1", ["share = lost"])
+    answer(project, "Q1.1", ["loss = loss_sum"])
     assert "Q1.1 *    not checked" in run(project)[1]
 
     seconds = {record["question"]: record["seconds"] for record in
@@ -255,21 +256,21 @@ def test_one_check_tells_right_wrong_hung_open_and_broken_apart(project):
     code, out, _ = run(project, "reset", "Q1.5")
     text = path.read_text()
     assert code == 0 and "# /Q1.5" in text and "my_model" not in text and "not parse" not in text
-    assert reference("Q1.6")[-1] in text and "1_1 = lambda P, n, K: 2 *" in text
+    assert reference("Q1.6")[-1] in text and "1_1 = lambda P, n, m, w: 2 *" in text
 
 
 def test_a_wrong_answer_is_told_in_a_few_lines_and_traced_on_request(project):
     run(project, "start", "01")
     turned = [line.replace("r - step - 1", "r - step + 1") for line in reference("Q1.5")]
     answer(project, "Q1.5", turned)
-    answer(project, "Q1.1", ["lost = logits_bSV.sum()", "share = lost / lost.missing"])
+    answer(project, "Q1.1", ["loss_sum = logits_bSV.sum()", "loss = loss_sum / loss_sum.missing"])
     code, out, _ = run(project, "check", "01", "--timeout", "4")
     assert code == 1 and "Traceback" not in out and len(out.splitlines()) < 30
     assert "test      the ring sums any numel and sends twice all but two chunks" in out
     assert "raised    AttributeError: 'Tensor' object has no attribute 'missing', on rank 0" in out
-    assert re.search(r"line      exercises/01_dp.py:\d+  share = lost / lost.missing", out)
+    assert re.search(r"line      exercises/01_dp.py:\d+  loss = loss_sum / loss_sum.missing", out)
     code, out, _ = run(project, "check", "Q1.1", "--trace")
-    assert re.search(r'File "exercises/01_dp.py", line \d+, in loss_and_gradients\n', out)
+    assert re.search(r'File "exercises/01_dp.py", line \d+, in loss_share\n', out)
     assert not re.search(r'File "/.*/01_dp.py"', out)
 
 
@@ -277,7 +278,12 @@ def test_hint_and_show(project):
     run(project, "start", "01")
     answer(project, "Q1.6", ["return x"])
     code, out, _ = run(project, "hint", "Q1.6")
-    assert code == 0 and out == f"Q1.6 ***  {BY_ID['Q1.6'].text}\nhint: {BY_ID['Q1.6'].hint}\n"
+    text = workshop.textwrap.fill(f"Q1.6 ***  {BY_ID['Q1.6'].text}", 96)
+    assert code == 0 and out == f"{text}\nhint: {BY_ID['Q1.6'].hints[0]}\n"
+    first, second, third = (run(project, "hint", "A1.1")[1] for _ in range(3))
+    a, b = BY_ID["A1.1"].hints
+    assert a in first and b not in first and "(hint A1.1 again" in first
+    assert a in second and b in second and "again" not in second and second == third
     wide, narrow = (run(project, "show", "Q1.6", columns=n)[1] for n in (150, 60))
     assert re.search(r"^return x +│ for step in range\(n - 1\):$", wide, re.M)
     assert re.search(r"^return x$", narrow, re.M)
@@ -353,14 +359,15 @@ def test_watch_in_a_terminal_and_again_where_it_was_left(project):
     terminal.wait_for(BY_ID["Q1.1"].text[:60])
     terminal.press("h")
     terminal.wait_for("hint: parts that add up")
-    answer(project, "Q1.1", [line.replace("lost / valid", "lost") for line in reference("Q1.1")])
+    undivided = [line.replace("/ max(num_labels, 1)", "") for line in reference("Q1.1")]
+    answer(project, "Q1.1", undivided)
     terminal.wait_for("wrong")
     terminal.wait_for("found     ")
     answer(project, "Q1.1", ["while True:", "    pass"])
     time.sleep(1)  # while it hangs, another save ends that grading
     answer(project, "Q1.1", reference("Q1.1"))
     assert "hung" not in terminal.wait_for("\033[32msolved")
-    terminal.wait_for("\r\n01_dp.py\r\n\r\nlost = F.cross_entropy(")
+    terminal.wait_for("\r\n01_dp.py\r\n\r\nloss_sum = F.cross_entropy(")
     terminal.wait_for("n next")
     answer(project, "Q1.2", ["x = ("])  # a save goes on to the next question, as n does
     terminal.wait_for("1 of 7")
@@ -393,11 +400,11 @@ def graded(id, *lines, patience=1):
 
 
 @pytest.mark.parametrize("id, lines, state, rows", [
-    ("A1.1", ["A1_1 = lambda P, n, K: P / 0"], "wrong", {"raised": "ZeroDivisionError"}),
-    ("A1.1", ["A1_1 = lambda P, n, K: 'all'"], "wrong", {"found": "'all'"}),
+    ("A1.1", ["A1_1 = lambda P, n, m, w: P / 0"], "wrong", {"raised": "ZeroDivisionError"}),
+    ("A1.1", ["A1_1 = lambda P, n, m, w: 'all'"], "wrong", {"found": "'all'"}),
     ("A1.1", ["A1_1 = lambda P, n: P"], "wrong", {"raised": "TypeError"}),
-    ("A1.1", ["def A1_1(P, n, K):", "    while True:", "        pass"], "hangs", {"hangs": "the"}),
-    ("A1.1", ["A1_1 = lambda P, n, K: ..."], "not started", {}),
+    ("A1.1", ["def A1_1(P, n, m, w):", "    while 1: pass"], "hangs", {"hangs": "the"}),
+    ("A1.1", ["A1_1 = lambda P, n, m, w: ..."], "not started", {}),
     ("Q1.1", ["\0"], "does not parse", {"python": "source code string cannot contain null"}),
     ("Q1.1", ["    return )"], "does not parse", {"line": "exercises/01_dp.py:101  return )"}),
     ("Q4.2", ["    while True:", "        pass"], "hangs", {"stands": "in "}),
@@ -410,7 +417,7 @@ def test_what_may_stand_between_the_marks_is_answered(id, lines, state, rows):
 
 
 def test_a_wrong_answer_beside_right_ones_is_found_and_hides_none():
-    wrong = [*BY_ID["Q1.1"].answer[:-1], "    share = lost"]
+    wrong = [*BY_ID["Q1.1"].answer[:-1], "    loss = loss_sum"]
     lines = {"Q1.2": BY_ID["Q1.2"].answer, "Q1.1": wrong, "Q1.6": BY_ID["Q1.6"].answer}
     attempts = [tried(*answer) for answer in lines.items()]
     assert workshop.hold_together(attempts, 9) == {"Q1.2", "Q1.6"}
