@@ -319,7 +319,8 @@ def ring_all_reduce(x, group):
     n, r = dist.get_world_size(group), dist.get_rank(group)
     chunks = x.view(-1).tensor_split(n)  # some are empty where numel < n: they are not sent
     buffer = torch.empty_like(chunks[0])
-    # Q1.5 *** Which chunk does rank r send in each step, and to which does it add what arrives?
+    # Q1.5 *** In step 0, rank r sends chunk r. Which chunk does it send in each step, and to which
+    #          chunk does it add what arrives?
     #          hint: what you sent last step is where your left neighbour's next one belongs
     for step in range(n - 1):
         outgoing, incoming = chunks[(r - step) % n], chunks[(r - step - 1) % n]
@@ -327,7 +328,8 @@ def ring_all_reduce(x, group):
         pass_on(outgoing, arriving, group)
         incoming += arriving
     # /Q1.5
-    # Q1.6 *** Rank r holds the whole sum of one chunk. Which, and which chunks does it send next?
+    # Q1.6 *** Rank r now holds the whole sum of the chunk that it added to last. Which chunks does
+    #          it send next, and where does it put what arrives?
     #          hint: the same journey, with copies instead of sums, beginning one chunk later
     for step in range(n - 1):
         outgoing, incoming = chunks[(r + 1 - step) % n], chunks[(r - step) % n]

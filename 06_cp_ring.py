@@ -170,7 +170,7 @@ def _owned(S, n, layout, inner=1):
     if layout == "striped":
         return rearrange(whole, "(s n) -> n s", n=n)
     # Q6.1 * A late token sees more keys than an early token. Which two of the 2n chunks give every
-    #        rank the same work?
+    #        rank the same work? Rank 0 has the first chunk.
     #        hint: pair the chunk that sees the least with the chunk that sees the most
     chunks = rearrange(whole, "(c s) -> c s", c=2 * n)
     early, late = chunks[:n], chunks[n:].flip(0)

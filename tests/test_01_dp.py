@@ -733,6 +733,7 @@ def unlabelled_step(*counting):
     return losses, weights
 
 
+@question("Q1.1")
 def test_a_step_in_which_no_label_counts_has_no_loss_and_is_skipped():
     for losses, (first, second, third) in on_ranks(2, unlabelled_step, 4, 0, 1):
         assert losses[1] == 0 and losses[0] > 1 and losses[2] > 1

@@ -13,10 +13,12 @@ import sys
 import termios
 import time
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import wrong_by_machine
 from harness import ROOT, chapter, on_ranks
 
 import memory_math
@@ -30,6 +32,7 @@ WRONG = [
     for id, answers in tomllib.loads(file.read_text()).items()
     for wrong in answers
 ]
+EQUIVALENT = tomllib.loads((ROOT / "tests/equivalent_answers.toml").read_text())
 each_question = pytest.mark.parametrize("id", BY_ID)
 each_chapter = pytest.mark.parametrize("file", workshop.chapters(), ids=lambda file: file.stem)
 
@@ -146,7 +149,7 @@ def project(tmp_path):
     """A copy of the project, whose exercises are nobody's."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.json"), ROOT / "pyproject.toml"]:
         shutil.copy(path, tmp_path)
-    for folder in ("tests", "benchmarks"):
+    for folder in ("tests", "benchmarks", "beyond", "memory_math"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     return tmp_path
 
@@ -266,7 +269,7 @@ def test_a_wrong_answer_is_told_in_a_few_lines_and_traced_on_request(project):
     answer(project, "Q1.1", ["loss_sum = logits_bSV.sum()", "loss = loss_sum / loss_sum.missing"])
     code, out, _ = run(project, "check", "01", "--timeout", "4")
     assert code == 1 and "Traceback" not in out and len(out.splitlines()) < 30
-    assert "test      the ring sums any numel and sends twice all but two chunks" in out
+    assert "claim     the ring sums any numel and sends twice all but two chunks" in out
     assert "raised    AttributeError: 'Tensor' object has no attribute 'missing', on rank 0" in out
     assert re.search(r"line      exercises/01_dp.py:\d+  loss = loss_sum / loss_sum.missing", out)
     code, out, _ = run(project, "check", "Q1.1", "--trace")
@@ -288,6 +291,58 @@ def test_hint_and_show(project):
     assert re.search(r"^return x +│ for step in range\(n - 1\):$", wide, re.M)
     assert re.search(r"^return x$", narrow, re.M)
     assert re.search(r"^for step in range\(n - 1\):$", narrow, re.M)
+
+
+def test_watch_needs_a_terminal(project):
+    run(project, "start", "01")
+    code, _, err = run(project, "watch", "01")
+    assert code == 2 and err == "watch needs a terminal; without one, use check 01\n"
+
+
+def test_a_file_of_the_second_folder_is_named_by_its_name(project):
+    code, out, _ = run(project, "start", "faults")
+    path = project / "exercises/beyond/faults.py"
+    assert code == 0 and "raise NotImplementedError" in path.read_text()
+    assert "exercises/beyond/faults.py: 3 to answer" in out and "watch faults" in out
+    assert run(project, "check", "QF.2", "--json")[0] == 1
+    code, out, _ = run(project, "reset", "QF.2")
+    assert code == 0 and "QF.2 is empty again" in out
+
+
+def test_a_class_is_listed_by_who_is_where(project, tmp_path):
+    known = {"ann": {"Q1.1": ["solved", ""], "Q1.2": ["wrong", ""]}, "bob": {"A1.1": ["given", ""]}}
+    for name, states in known.items():
+        folder = tmp_path / "class" / name / "exercises"
+        folder.mkdir(parents=True)
+        (folder / ".progress.json").write_text(json.dumps(states))
+    code, out, _ = run(project, "class", "class")
+    head, ann, bob, most = out.splitlines()
+    assert code == 0 and head.split()[:3] == ["who", "solved", "01"]
+    assert re.fullmatch(r"ann +1 +1 +Q1.2 wrong +0", ann)
+    assert re.fullmatch(r"bob +1 +1 +Q1.1 open +0", bob)
+    assert most == "most are at Q1.2 (1), Q1.1 (1)"
+    assert run(project, "class", "class/ann")[1].splitlines()[1] == ann
+    for wrong in ("nowhere", "tests"):
+        code, _, err = run(project, "class", wrong)
+        assert code == 2 and wrong in err and err.count("\n") == 1
+
+
+def test_who_reads_only_the_head_sees_no_traceback(project):
+    command = f"{sys.executable} workshop.py | head -1"
+    done = subprocess.run(command, shell=True, cwd=project, capture_output=True, text=True)
+    assert done.stdout.startswith("01_dp.py") and done.stderr == ""
+
+
+@pytest.mark.parametrize("until", [0.3, 1.5])
+def test_ctrl_c_ends_it_at_once_and_in_silence(project, until):
+    run(project, "start", "01")
+    answer(project, "Q1.4", ["while True:", "    pass"])
+    heed = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "workshop.py", "check", "Q1.4"]
+    process = subprocess.Popen(command, cwd=project, stderr=subprocess.PIPE, preexec_fn=heed)
+    time.sleep(until)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130 and process.stderr.read() == b""
 
 
 INSIDE_ANOTHER_MESSAGE = """
@@ -408,12 +463,64 @@ def graded(id, *lines, patience=1):
     ("Q1.1", ["\0"], "does not parse", {"python": "source code string cannot contain null"}),
     ("Q1.1", ["    return )"], "does not parse", {"line": "exercises/01_dp.py:101  return )"}),
     ("Q4.2", ["    while True:", "        pass"], "hangs", {"stands": "in "}),
-    ("Q4.2", ["    os._exit(3)"], "wrong", {"died": "with the process"}),
+    ("Q4.2", ["    os._exit(3)"], "wrong", {"died": "it left by os._exit(3)"}),
+    ("Q4.2", ["    os.kill(os.getpid(), 9)"], "wrong", {"died": "SIGKILL"}),
+    ("Q1.4", ["        os._exit(3)"], "wrong", {"died": "it left by os._exit(3)"}),
+    ("Q4.2", ["    breakpoint()"], "wrong", {"raised": "RuntimeError: breakpoint() needs a term"}),
+    ("Q4.2", ["    print('n is', n)"], "wrong", {"prints": "n is "}),
+    ("A4.2", ["A4_2 = lambda n, m, r: print(m) or m"], "wrong", {"prints": "8"}),
+    ("Q1.2", [
+        "    for tensor in module.state_dict().values():",
+        "        if dist.get_rank(group):",
+        "            dist.broadcast(tensor, group_src=0, group=group)",
+    ], "hangs", {"line": "exercises/01_dp.py:103  dist.broadcast("}),
     ("Q4.2", ["    raise NotImplementedError('Q4.2')"], "not finished", {"line": "exercises/04"}),
 ])  # fmt: skip
 def test_what_may_stand_between_the_marks_is_answered(id, lines, state, rows):
     found, told = graded(id, *lines)
     assert found == state and all(told[label].startswith(text) for label, text in rows.items())
+
+
+def test_a_rank_that_never_calls_is_named_in_the_learners_lines():
+    lines = [line.replace("dist.all_reduce(", "dist.get_rank() and dist.all_reduce(")
+             for line in BY_ID["Q3.4"].answer]  # fmt: skip
+    state, told = graded("Q3.4", *lines, patience=4)
+    assert state == "hangs" and "Connection" not in str(told)
+    assert re.match(r"(rank 0 never called|ranks wait for each other)", told["hangs"])
+    assert "all_reduce, which rank 1 waits in" in told["hangs"] or "rank 1 in all_" in told["hangs"]
+
+
+def test_an_answer_is_solved_only_if_the_chapters_proof_holds_with_it(monkeypatch):
+    everything = lambda attempt, *_: ({*attempt.ids}, None)
+    monkeypatch.setattr(workshop.examiner(), "run", everything)
+    assert graded("Q1.1", *BY_ID["Q1.1"].answer, patience=15)[0] == "solved"
+    own = [line.replace("max(num_labels, 1)", "(y_bS != -100).sum()") for line in
+           BY_ID["Q1.1"].answer]  # fmt: skip
+    state, told = graded("Q1.1", *own, patience=15)
+    assert state == "wrong" and told["claim"] == "the proof of 01_dp.py holds with this answer"
+    assert told["found"].endswith("NOT AS CLAIMED") and "exercises/01_dp.py" in told["line"]
+
+
+def test_cases_of_a_test_are_chosen_to_differ():
+    case = lambda **params: SimpleNamespace(callspec=SimpleNamespace(params=params))
+    plain = [case(n=n, smoothing=0, dtype="float") for n in (1, 2, 3, 4, 5)]
+    smoothed, half = case(n=1, smoothing=0.1, dtype="float"), case(n=5, smoothing=0, dtype="half")
+    chosen = workshop.examiner().differing([*plain, smoothed, half])
+    assert len(chosen) == 4 and chosen[0] is plain[0] and smoothed in chosen and half in chosen
+
+
+def test_each_test_of_a_question_claims_something_in_words():
+    for question in QUESTIONS:
+        marked = 0
+        for path in question.tests:
+            for node in ast.parse(path.read_text()).body:
+                marks = [d for d in getattr(node, "decorator_list", []) if "question(" in
+                         ast.unparse(d)]  # fmt: skip
+                if any(question.id in ast.unparse(mark) for mark in marks):
+                    marked += 1
+                    (words,) = workshop.examiner().claim(node.name)
+                    assert len(words[1].split()) >= 4, f"{path.name}: {node.name} is no sentence"
+        assert marked or question.account, f"no test marks {question.id}"
 
 
 def test_a_wrong_answer_beside_right_ones_is_found_and_hides_none():
@@ -488,7 +595,7 @@ def tried(id, lines):
 def verdicts():
     """Verdicts on every wrong answer, (id, why), and on the chapter's own, (id, "")."""
     attempts = {(id, ""): tried(id, BY_ID[id].answer) for id in BY_ID}
-    for id, wrong in WRONG:
+    for id, wrong in (pair for pair in WRONG if pair[0] in BY_ID):
         text = "\n".join(BY_ID[id].answer).replace(wrong["replace"], wrong["with"])
         attempts[id, wrong["why"]] = tried(id, text.splitlines())
     return dict(zip(attempts, workshop.grade(list(attempts.values()), 30, together=False)))
@@ -510,3 +617,44 @@ def test_a_wrong_answer_is_caught_and_says_what_was_found(verdicts, id, why):
     assert {"found", "raised", "hangs", "died"} & set(labels)
     assert "Traceback" not in workshop.told(verdict)
     assert any(f"exercises/{BY_ID[id].chapter.name}:" in text for _, text in verdict.rows)
+
+
+# ── wrong answers made by machine ────────────────────────────────────────────────────────────
+
+
+def machine_made(id):
+    """{what is wrong: lines} of answers to a question with one small fault each."""
+    compiles = lambda lines: isinstance(tried(id, lines), workshop.Attempt)
+    return wrong_by_machine.mutants(BY_ID[id].answer, compiles)
+
+
+@each_question
+def test_at_least_six_wrong_answers_are_made_of_each_region(id):
+    made = machine_made(id)
+    assert len(made) >= 6 - 3 * (id[0] == "A")
+    assert len({name.partition(",")[0] for name in made}) >= 2
+    assert set(EQUIVALENT.get(id, {})) <= {*made}, "a reason for an answer that is not made"
+
+
+@pytest.fixture(scope="session")
+def shares(request):
+    """[caught, equivalent, made] of all machine-made answers; printed when all were graded."""
+    counts = [0, 0, 0]
+    yield counts
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        caught, equivalent, made = counts
+        print(f"\n{caught} of {made} machine-made answers are caught, {equivalent} are equivalent")
+
+
+@pytest.mark.sweep
+@each_question
+def test_machine_made_answers_are_caught_or_equivalent(id, shares):
+    made = machine_made(id)
+    attempts = [tried(id, lines) for lines in made.values()]
+    verdicts = dict(zip(made, workshop.grade(attempts, 8, together=False)))
+    solved = {name for name, verdict in verdicts.items() if verdict.state == "solved"}
+    reasons = EQUIVALENT.get(id, {})
+    for i, count in enumerate([len(made) - len(solved), len(solved & {*reasons}), len(made)]):
+        shares[i] += count
+    assert solved <= {*reasons}, f"{id} is solved by {sorted(solved - {*reasons})}"
+    assert solved >= {*reasons}, f"{id}: caught after all, {sorted({*reasons} - solved)}"
