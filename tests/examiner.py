@@ -220,15 +220,16 @@ def asked(item):
 
 
 def differing(items, room=CASES):
-    """Choose cases of a test: the first one, then always the one with most values not seen yet."""
-    chosen, seen, left = [], set(), list(items)
-    values = lambda item: {
-        (name, str(value)) for name, value in getattr(item, "callspec", item).params.items()
-    }
+    """Choose cases of a test: the first one, then always the one with most values not seen yet. A
+    value counts more if its parameter has few, such as with and without."""
+    values = lambda item: {(name, str(value)) for name, value in item.callspec.params.items()}
+    left, chosen, seen = list(items), [], set()
     if len(left) <= room:
         return left
-    while left and len(chosen) < room:
-        chosen.append(max(left, key=lambda item: len(values(item) - seen)))
+    names = Counter(name for name, _ in set().union(*map(values, left)))
+    new = lambda item: sum(1 / names[name] for name, _ in values(item) - seen)
+    while len(chosen) < room:
+        chosen.append(max(left, key=new) if chosen else left[0])
         left.remove(chosen[-1])
         seen |= values(chosen[-1])
     return sorted(chosen, key=items.index)

@@ -38,6 +38,8 @@ def of_node(node):
         case ast.Constant(value=int()):
             yield "one more", lambda: setattr(node, "value", node.value + 1)
             yield "one less", lambda: setattr(node, "value", node.value - 1)
+        case ast.Constant(value=str()) if node.value:
+            yield "word left out", lambda: setattr(node, "value", node.value.rpartition(" ")[0])
         case ast.BinOp() | ast.AugAssign() | ast.BoolOp() if type(node.op) in OTHER:
             yield "operator", lambda: setattr(node, "op", OTHER[type(node.op)]())
         case ast.Compare() if type(node.ops[0]) in OTHER:
