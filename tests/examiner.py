@@ -178,9 +178,9 @@ def prove(attempt, folder, patience):
 
 def _proof(file, flags, said):
     """Run a chapter as a script whose output goes into a file."""
-    sys.stdout.flush()
     for stream in (1, 2):
         os.dup2(said.fileno(), stream)
+    sys.stdout = sys.stderr = said
     sys.argv = [file, *flags]
     runpy.run_path(file, run_name="__main__")
 
@@ -192,9 +192,9 @@ def run(attempt, folder, patience, stack):
     """Run the tests that questions mark, on the chapter in a folder; in a process of its own.
 
     Returns the questions whose tests all passed, and of the first test that failed (its name, the
-    kind of its exception, that exception's words, the traceback), or None. The run ends with as
-    many failures as there are questions, or when ranks hang. Ranks wait for each other `patience`
-    seconds. A test that takes thrice as long is ended, with its process; `stack` says where it was.
+    kind of its exception, that exception's words, the traceback), or None. A test does not run if
+    its questions have failed already; the run ends when ranks hang. Ranks wait for each other
+    `patience` seconds. A test that takes thrice as long is ended, with its process; `stack` says where it was.
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_|beyond", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
@@ -209,7 +209,7 @@ def run(attempt, folder, patience, stack):
     questions = attempt.ids
     examiner = Examiner(questions, patience, stack)
     tests = map(str, attempt.question.tests)
-    options = f"-q --tb=native -p no:cacheprovider --maxfail={len(questions)} -o addopts= -m"
+    options = "-q --tb=native -p no:cacheprovider -o addopts= -m"
     pytest.main([*options.split(), "not slow", *tests], plugins=[examiner])
     return examiner.solved(), examiner.failure
 
@@ -240,7 +240,7 @@ class Examiner:
 
     def __init__(self, questions, patience, stack):
         self.questions, self.patience, self.stack = questions, patience, stack
-        self.chosen, self.passed, self.failure = Counter(), Counter(), None
+        self.chosen, self.passed, self.failed, self.failure = Counter(), Counter(), set(), None
 
     def solved(self):
         return {id for id in self.questions if self.passed[id] == self.chosen[id] > 0}
@@ -258,6 +258,8 @@ class Examiner:
             self.failure = "", "Collection", report.longreprtext, report.longreprtext
 
     def pytest_runtest_setup(self, item):
+        if asked(item) & {*self.questions} <= self.failed:
+            pytest.skip("its questions have failed already")
         self.stack.seek(0)
         self.stack.truncate()
         self.stack.write(f"{item.name}\n")
@@ -270,9 +272,10 @@ class Examiner:
         error = call.excinfo
         if error is None:
             self.passed.update(asked(item) if call.when == "call" else ())
-        elif error.typename != "Skipped" and not self.failure:
+        elif error.typename != "Skipped":
+            self.failed |= asked(item)
             trace = "".join(traceback.format_exception(error.value))
-            self.failure = item.name, error.typename, str(error.value), trace
+            self.failure = self.failure or (item.name, error.typename, str(error.value), trace)
         if error and "hung for" in str(error.value):
             item.session.shouldstop = "each hang takes its time"
 

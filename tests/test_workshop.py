@@ -364,7 +364,7 @@ def test_pytest_grades_a_whole_exercise_file_and_names_what_is_open(project):
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert re.search(r"SKIPPED \[\d\] tests/test_01_dp.py:\d+: Q1.5 not started", done.stdout)
     assert "test_inside.py:4: Q1.3 not started" in done.stdout
-    assert "1 passed, 6 skipped" in done.stdout and "Traceback" not in done.stdout
+    assert re.search(r"1 passed, \d+ skipped", done.stdout) and "Traceback" not in done.stdout
     answer(project, "Q1.5", ["    return x"])
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "Q1.5 not started" not in done.stdout
@@ -474,7 +474,7 @@ def graded(id, *lines, patience=1):
         "    for tensor in module.state_dict().values():",
         "        if dist.get_rank(group):",
         "            dist.broadcast(tensor, group_src=0, group=group)",
-    ], "hangs", {"line": "exercises/01_dp.py:103  dist.broadcast("}),
+    ], "hangs", {"hangs": "rank"}),
     ("Q4.2", ["    raise NotImplementedError('Q4.2')"], "not finished", {"line": "exercises/04"}),
 ])  # fmt: skip
 def test_what_may_stand_between_the_marks_is_answered(id, lines, state, rows):
