@@ -194,7 +194,8 @@ def run(attempt, folder, patience, stack):
     Returns the questions whose tests all passed, and of the first test that failed (its name, the
     kind of its exception, that exception's words, the traceback), or None. A test does not run if
     its questions have failed already; the run ends when ranks hang. Ranks wait for each other
-    `patience` seconds. A test that takes thrice as long is ended, with its process; `stack` says where it was.
+    `patience` seconds. A test that takes thrice as long is ended, with its process; `stack` says
+    where it was.
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_|beyond", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
