@@ -365,7 +365,7 @@ def test_pytest_grades_a_whole_exercise_file_and_names_what_is_open(project):
     assert re.search(r"SKIPPED \[\d\] tests/test_01_dp.py:\d+: Q1.5 not started", done.stdout)
     assert "test_inside.py:4: Q1.3 not started" in done.stdout
     assert re.search(r"1 passed, \d+ skipped", done.stdout) and "Traceback" not in done.stdout
-    answer(project, "Q1.5", ["    return x"])
+    answer(project, "Q1.5", ["return x"])
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "Q1.5 not started" not in done.stdout
 
