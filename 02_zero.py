@@ -1,31 +1,30 @@
 """02 · ZeRO: shard what data parallel ranks copy
 
-Data parallel ranks keep n copies of the parameters, of the gradients and of the optimizer's state.
-ZeRO cuts them into n shards, and each rank keeps one: stage 1 cuts the state, stage 2 the gradients
-too, stage 3 the parameters too. A rank that needs a whole parameter gathers it, and frees it after
-use. `step_by_hand` shows all three stages in one loop; the rest of the file does the same by hooks.
+Each data parallel rank holds a copy of the parameters, of the gradients, and of what the optimizer
+remembers (its state: AdamW's two moments and fp32 copy). ZeRO cuts them into n shards, and a rank
+keeps one of them. Stage 1 cuts the state, stage 2 the gradients too, stage 3 the parameters too. A
+rank steps its shard alone. Whole parameters are gathered from all ranks: in stages 1 and 2 after
+each step, in stage 3 whenever a block needs its own, and they are freed after use.
 
-    a rank holds, of P       parameters   gradients   state   a rank sends in a step, P (n-1)/n ·
-    stage 0, data parallel   all          all         all     2
-    stage 1, ZeRO-1          all          all         P/n     2
-    stage 2, ZeRO-2          all          P/n         P/n     m + 1    m micro-batches
-    stage 3, ZeRO-3, FSDP    P/n          P/n         P/n     3 m      two gathers, one reduction
-    bytes of an element      2            2           12      in bf16, with fp32 AdamW
+                             a rank holds, of P elements       a rank sends in a step of
+                             parameters   gradients   state    m micro-batches: P (n-1)/n times
+    stage 0, data parallel   all          all         all      2
+    stage 1, ZeRO-1          all          all         P/n      2
+    stage 2, ZeRO-2          all          P/n         P/n      1 + m
+    stage 3, ZeRO-3, FSDP    P/n          P/n         P/n      3 m
+    bytes of an element      2            2           12       in bf16, with fp32 AdamW
 
-    a unit of stage 3, such as a block    "flat", as FSDP1      "per_parameter", as FSDP2
-    zeros that fill its last row          fewer than n          fewer than n rows a parameter
-    gathered parameters are               views of one matrix   copies of its columns
-    frozen parameters, or a second dtype  are refused           form a shard of their own
-    a rank's part of a parameter          any run of elements   whole rows of dimension 0
+A gather of parameters sends P (n-1)/n elements, and so does a reduction of gradients. Stage 3
+gathers twice in each micro-batch, for forward and for backward, and reduces once.
 
     python 02_zero.py --stage 3              prove all stages, train with one of them
     torchrun --nproc-per-node 4 02_zero.py   the same, started by torchrun
 
 Guide: FSDP and ZeRO · DeepSpeed ZeRO stages · FSDP1 vs FSDP2 · FSDP eviction · Overlap and
-prefetch · Mixed precision · CPU offload. Its table of stages contradicts its own 16 bytes: 70 B on
-16 ranks take 1,120, 333, 201 and 70 GB. Its peak of FSDP lacks the blocks that are gathered.
-ZeRO does not replicate state: a lost rank's shard exists nowhere else, unless the shards of one
-group of ranks are replicated in another group (hybrid).
+prefetch · Mixed precision · CPU offload. The guide's table of stages contradicts the guide's own 16
+bytes: 70 billion parameters on 16 ranks take 1,120, 333, 201 and 70 GB. ZeRO does not replicate
+state: a lost rank's shard exists nowhere else, unless another group of ranks holds the same shards
+(hybrid).
 
 Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm?
            Q2.3 ** where does the next micro-batch's gradient go?
@@ -37,11 +36,10 @@ Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm
 # A small p is this rank's part of P: an (n, p) matrix has a row for each rank.
 
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -97,13 +95,14 @@ class BlockShard:
     """A block's parameters as one vector, filled up with zeros and cut into n equal rows. Rank r
     keeps row r. For example a weight of 4 elements and a bias of 3, on 3 ranks:
 
-                           rank 0        rank 1        rank 2
-        row r, `own`       w0 w1 w2      w3 b0 b1      b2 0 0      7 elements, 2 zeros
-        after gather()     w0 w1 w2 w3 b0 b1 b2 0 0    on every rank; each sent its row twice
-        full gradients     1 1 1 1 1 1 1 2 2 2 2 2 2 2 4 4 4 4 4 4 4     of three batches
-        after reduce()     7 7 7         7 7 7         7 0 0       row r of the sum; 6 sent
+                           rank 0                rank 1                rank 2
+        row r, `own`       w0 w1 w2              w3 b0 b1              b2 0 0
+        after gather()     w0 w1 w2 w3 b0 b1 b2  w0 w1 w2 w3 b0 b1 b2  w0 w1 w2 w3 b0 b1 b2
+        full gradients     1 1 1 1 1 1 1         2 2 2 2 2 2 2         4 4 4 4 4 4 4
+        after reduce()     7 7 7                 7 7 7                 7 0 0
 
-    A rank's optimizer steps `own` alone, so a rank has the state of 3 elements, not of 7."""
+    Each rank's gradients come from its own batch. A rank's optimizer steps `own` alone, so a rank
+    has the state of 3 elements, not of 7."""
 
     def __init__(self, block, group):
         self.params, self.group = list(block.parameters()), group
@@ -143,9 +142,12 @@ class BlockShard:
 
 
 def step_by_hand(stage, blocks, shards, optimizer, micro_batches, num_labels):
-    """A training step of ZeRO-1, 2 or 3. A block's activations are computed a second time in
-    backward, so that no whole parameter is needed between its forward and its backward. The
-    optimizer has this rank's rows. Returns this rank's share of the loss."""
+    """A training step of ZeRO-1, 2 or 3 on this rank's micro-batches. The optimizer has this rank's
+    rows. Returns this rank's share of the loss.
+
+    Forward keeps a block's input alone, and backward computes the block again. ZeRO does not ask
+    for this: it makes visible when a block needs its parameters. The hooks below keep activations.
+    """
     loss = 0.0
     for x, y_bS in micro_batches:
         inputs = []
@@ -171,20 +173,22 @@ def step_by_hand(stage, blocks, shards, optimizer, micro_batches, num_labels):
                 shard.reduce()
             if stage == 3:
                 shard.free()
-    for shard in shards if stage == 1 else ():
-        shard.reduce()
+    for shard in shards:
+        if stage == 1:
+            shard.reduce()
     optimizer.step()
-    for shard in shards if stage < 3 else ():
-        shard.gather()  # every rank stepped another row
+    for shard in shards:
+        if stage < 3:
+            shard.gather()  # every rank stepped another row
     optimizer.zero_grad()
     return loss
 
 
 # ── the same by hooks: two collectives that begin now and are waited for later ───────────────
 #
-# The loop above serves a list of blocks, waits for each collective, and computes each block twice.
-# The rest of the lesson serves any module, computes while collectives are under way, and keeps the
-# activations. Bare autograd drives it: hooks around a module's forward, and on its outputs' nodes.
+# The loop above takes a list of blocks, waits for each collective, and computes each block twice.
+# The rest of the lesson takes any module, and computes while collectives are under way. Hooks call
+# it: autograd runs them when a gradient is there, and modules run them around their forward.
 
 
 def start_all_gather(rows_np, row_p, group):
@@ -231,8 +235,8 @@ def start_reduce_scatter(rows_np, group):
 
 @dataclass
 class Piece:
-    """What a rank holds of a parameter: its elements start:stop, flattened, at `where` in row r.
-    `tensor` is what an optimizer steps: these elements, or a copy of them in fp32."""
+    """The elements start:stop of a flattened parameter that stand in row r, at `where`. An
+    optimizer steps `tensor`: these elements, or a copy of them in fp32."""
 
     index: int  # of the parameter in its shard
     param: nn.Parameter
@@ -243,11 +247,12 @@ class Piece:
 
 
 def cut(shapes, n, layout):
-    """The length p of a row, and for each tensor (column, width, start): element e of the tensor
-    stands in row (start + e) // width, at column + (start + e) % width.
+    """Where each tensor stands in the (n, p) matrix: p, and (column, width, start) of each tensor.
 
-    "flat" puts all tensors end to end and cuts once. "per_parameter" cuts every tensor between
-    rows of its dimension 0; row r has part r of each tensor, side by side.
+    "flat", as FSDP1, puts all tensors end to end and cuts once: at most n - 1 zeros fill the last
+    row, and a rank has any run of elements. "per_parameter", as FSDP2, cuts every tensor between
+    rows of its dimension 0: zeros fill each tensor's last part, and parts of row r stand side by
+    side. So a tensor has columns of some width; its first element stands `start` elements further.
     """
     # Q2.1 * n ranks get equal rows of a tensor whose length n may not divide. How long is a row?
     #        hint: 19 elements over 8 ranks: rows of 3; 5 zeros fill the last two
@@ -266,10 +271,10 @@ class Shard:
 
     Args: group, whose ranks have a row each (None: one row, n = 1); replicate_group, whose ranks
     have the same row and add up its gradient; layout, of `cut`; param_dtype, of what is gathered,
-    and reduce_dtype, of what is summed, where they are not the parameters' own.
-    `own` is row r (p,). `grad` is the sum of its gradients since the last zero_grad, or None, and
-    `used` counts for each parameter the gradients in that sum. `rows` is the matrix while it is
-    gathered; `full` has the parameters as views of it, or as copies of its columns.
+    and reduce_dtype, of what is summed. `own` is row r (p,), and `grad` the sum of its gradients
+    since the last zero_grad, or None. `used` counts how many gradients of each parameter are in
+    that sum. `rows` is the gathered matrix. `full` has the parameters: views of `rows` in the
+    layout "flat", else copies of its columns.
     """
 
     def __init__(self, params, group, replicate_group=None, layout="flat",
@@ -278,39 +283,38 @@ class Shard:
         self.n, self.r = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
         self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in self.params]
         self.p, self.places = cut(self.shapes, self.n, layout)
-        self.row_parts = [list(self._parts(r)) for r in range(self.n)]
+        self.parts = [list(self._pieces(r)) for r in range(self.n)]
+        self.pieces = self.parts[self.r]
         rows_np = self.pack([param.detach() for param in self.params])
         self.own, self.grad, self.used = rows_np[self.r], None, 0
         self.state_dtype = torch.promote_types(self.own.dtype, torch.float32)
         self.rows, self.is_flat = rows_np.to(param_dtype or rows_np.dtype), layout == "flat"
         views = self.unpack(self.rows)
         self.full = views if self.is_flat else [view.clone() for view in views]
-        self.pieces = [
-            Piece(i, self.params[i], start, stop, slice(column, column + stop - start))
-            for i, start, stop, column in self.row_parts[self.r]
-        ]
         self.gathering, self.reducing, self.arrived, self.is_whole = None, None, set(), True
         self.is_trained, self.summed = self.params[0].requires_grad, set()
         for param, full in zip(self.params, self.full):
             param.data, param.shard = full, self
+        self.accumulators = watch_gradients(self) if self.is_trained else []
 
-    def _parts(self, r):
-        """(index, start, stop, column) of each parameter that has elements in row r."""
-        for i, (shape, (column, width, begin)) in enumerate(zip(self.shapes, self.places)):
+    def _pieces(self, r):
+        """The piece of each parameter that has elements in row r."""
+        for i, (column, width, begin) in enumerate(self.places):
             ends = (r * width - begin, (r + 1) * width - begin)
-            start, stop = (min(max(end, 0), shape.numel()) for end in ends)
-            if start < stop:  # padding is in no part, so it gets no state, norm or checkpoint
-                yield i, start, stop, column + begin + start - r * width
+            start, stop = (min(max(end, 0), self.shapes[i].numel()) for end in ends)
+            if start < stop:  # padding is in no piece, so it gets no state, norm or checkpoint
+                at = column + begin + start - r * width
+                yield Piece(i, self.params[i], start, stop, slice(at, at + stop - start))
 
     def pack(self, tensors, *last):
         """Tensors of the parameters' shapes as the matrix (n, p), `last` at the end of each row."""
         flats, parts = [tensor.reshape(-1) for tensor in tensors], []
         zeros_p = flats[0].new_zeros(self.p)
-        for row in self.row_parts:
+        for pieces in self.parts:
             filled = 0
-            for i, start, stop, column in row:
-                parts += [zeros_p[: column - filled], flats[i][start:stop]]
-                filled = column + stop - start
+            for x in pieces:
+                parts += [zeros_p[: x.where.start - filled], flats[x.index][x.start : x.stop]]
+                filled = x.where.stop
             parts += [zeros_p[: self.p - filled], *last]
         return torch.cat(parts).view(self.n, -1)
 
@@ -344,13 +348,13 @@ class Shard:
     def free(self):
         """Keep row r alone: empty the storages of the whole parameters.
 
-        Autograd saved views of these storages in forward, for backward. As long as the graph lives,
-        no view can be dropped. But a view does not own memory, its storage does. So the storage is
-        resized to nothing, and the views stay, over no memory. Before backward reads a view,
-        gather() resizes the storage again and fills it with the same values: no step comes between.
-        Autograd's check for changed tensors does not see it, for it counts writes through tensors
-        that share a version, and the collective writes through another.
+        Autograd saved views of these storages in forward, and keeps them for backward. A view does
+        not own memory, its storage does. So the storage is resized to nothing, and the views stay.
+        Before backward reads a view, gather() resizes the storage again and fills it with the same
+        values: no step comes between. Autograd's check for changed tensors does not notice, because
+        the collective writes through another tensor than the saved one.
         """
+        self.wait()
         if self.is_whole:
             for param in self.params:
                 param.data = self.rows.new_empty(0)
@@ -361,11 +365,12 @@ class Shard:
     def reduce(self):
         """Begin to sum the gradients over ranks, and free them.
 
-        A parameter without a gradient here may have one on another rank, so zeros are sent for it.
-        Zeros from all ranks are not a gradient of zero: a parameter that no rank used must not
-        decay. So each row ends with a 1 or 0 for each parameter, and the same sum counts them.
+        A rank without a gradient of a parameter sends zeros, because another rank may have one. If
+        no rank has one, the sum is not a gradient of zeros: the parameter must not decay. So each
+        row ends with a 1 or 0 for each parameter, and the same sum counts the gradients.
         """
-        drop_cleared_gradients(self)
+        for i in range(len(self.params)):
+            drop_if_cleared(self, i)
         new = [new_gradient(param) for param in self.params]
         dtype = self.reduce_dtype or self.rows.dtype
         zero = torch.zeros(1, dtype=dtype, device=self.own.device)
@@ -415,15 +420,13 @@ class Reductions:
     """Reductions under way, at most two: to send one is to wait for the one before.
 
     All ranks must call collectives in one order. A collective has no name: call number i of one
-    rank meets call number i of another, and if the first sums bucket A and the second bucket B, the
+    rank meets call number i of another. If the first sums bucket A and the second bucket B, the
     result is garbage or a hang. Autograd promises no order of gradients, and ranks may take
     different branches. So the order of reductions never follows the gradients: it is a list.
-    `joined` says whether this rank reduced anything since the last step; a rank that skipped its
-    backward joins the others in catch_up, with no gradients.
     """
 
     def __init__(self):
-        self.in_flight, self.joined = None, False
+        self.in_flight = None
 
     def send(self, shard):
         shard.reduce()
@@ -472,12 +475,14 @@ class Buckets(Reductions):
         for shard in self.shards if self.left is None else self.left:
             self.send(shard)
         self.wait()
-        self.left, self.joined = None, True
+        self.left = None
 
     def catch_up(self):
-        """Reduce the gradients that no backward of this rank reduced."""
+        """Reduce the gradients that no backward of this rank reduced. A rank that had no backward
+        joins the others without gradients."""
         params = (param for shard in self.shards for param in shard.params)
-        if not self.joined or any(new_gradient(param) is not None for param in params):
+        reduced = any(shard.summed for shard in self.shards)
+        if not reduced or any(new_gradient(param) is not None for param in params):
             self.finish()
 
     def drop(self):
@@ -491,24 +496,25 @@ class Buckets(Reductions):
 
 
 class Window(Reductions):
-    """The units under one root, in the order in which forward and backward enter them.
+    """The units under one root, in the order in which forward and backward enter them. A unit is a
+    module whose parameters are gathered and freed together, such as a block.
 
     The first pass learns the order, and compares it over ranks at every unit. Later passes follow
     it. A rank that skips a unit still takes part in the collectives of this unit: `enter` visits
     every unit in between. So ranks may skip different units, and what they skip has no gradient.
 
     Prefetch: when a unit is whole and about to compute, the gather of the next unit begins. It runs
-    while the unit computes. Two units are whole at a time, the root apart, and no more.
+    while the unit computes. Two units are whole at a time, beside the root, and no more.
 
-    In backward, a unit is done when the next one begins, unless it contains it: autograd runs the
-    operations of a later module first. Then its gradients are sent, and its parameters freed.
+    In backward, a unit is done when another unit begins that it does not contain: autograd runs the
+    operations of a later module first. Then the unit's gradients are sent, its parameters freed.
     """
 
     def __init__(self, root, units, group):
         super().__init__()
         self.root, self.units, self.group = root, units, group
         self.orders, self.known = {"forward": [], "backward": []}, set()
-        self.at, self.open, self.in_backward, self.went_forward = 0, [], False, False
+        self.at, self.open, self.in_backward = 0, [], False
 
     def begin_forward(self):
         """Start a pass at the root. First clean up after a pass that ended in an exception."""
@@ -554,7 +560,8 @@ class Window(Reductions):
                 self.close(other)
         self.open.append(unit)
         unit.gather()
-        unit.wait()
+        for shard in unit.shards:
+            shard.wait()
         # Q2.5 *** This unit is about to compute. Which gather may be in flight during that time?
         #          hint: the last pass went through the units in the order of this one
         if direction in self.known and unit.prefetch and self.at < len(order):
@@ -577,23 +584,12 @@ class Window(Reductions):
         for unit in self.open[::-1]:
             self.close(unit)
         self.known.add(direction)
-        self.went_forward = True
 
     def finish(self):
         """Called by autograd when a backward is over."""
         self.leave("backward")
         self.wait()
-        self.in_backward, self.joined = False, True
-
-    def catch_up(self):
-        """Take part in the collectives of a forward or a backward that this rank skipped."""
-        self.at = 0
-        if "forward" in self.known and not self.went_forward:
-            self.leave("forward")
-        self.at = 0
-        if "backward" in self.known and not self.joined:
-            self.in_backward = True
-            self.finish()
+        self.in_backward = False
 
     def _compare(self, unit, direction):
         places = [(direction, unit) for direction in self.orders for unit in self.units]
@@ -627,12 +623,7 @@ class Unit:
         for shard in self.shards:
             shard.gather()
 
-    def wait(self):
-        for shard in self.shards:
-            shard.wait()
-
     def free(self):
-        self.wait()
         for shard in self.shards:
             shard.free()
 
@@ -692,11 +683,9 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
     sharded over `group`, gathered just before use and freed after. Returns the module.
 
     Call it on the inner modules first and on the root last, as torch's fully_shard. Outside forward
-    and backward the parameters are empty: see `gathered`. replicate_group: ranks with the same
-    shard, in other groups (hybrid). param_dtype: what is gathered and computed in; the shard keeps
-    its own dtype. Raises ValueError where the layout cannot hold the module's parameters, or where
-    ranks disagree about them. Sources: Rajbhandari et al., arXiv:1910.02054, section 5.3; Zhao et
-    al., arXiv:2304.11277, section 3.
+    and backward the parameters are empty: see `gathered`. Other arguments: see `Shard`. Raises
+    ValueError. Sources: Rajbhandari et al., arXiv:1910.02054, section 5.3; Zhao et al.,
+    arXiv:2304.11277, section 3.
     """
     if hasattr(module, "zero_unit"):
         raise ValueError(f"{type(module).__name__} is a unit already")
@@ -710,16 +699,9 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
             kinds[param.dtype, param.requires_grad][name] = param
         elif shard not in inside:
             raise ValueError(f"{name} belongs to another unit too: shard what contains both")
-    if len(kinds) > 1 and layout == "flat":
-        held = ", ".join(f"{str(d)[6:]} {'trained' if g else 'frozen'}" for d, g in kinds)
-        raise ValueError(
-            f"{type(module).__name__} holds {held} parameters, and a flat unit holds one kind: "
-            "use layout='per_parameter', or make them units of their own"
-        )
-    for ranks in filter(None, (group, replicate_group)):
-        agree([describe(*each) for kind in kinds.values() for each in kind.items()], ranks)
     options = (group, replicate_group, layout, param_dtype, reduce_dtype)
     shards = [Shard(params.values(), *options) for params in kinds.values()]
+    agree_on(shards, describe, module.named_parameters())
     unit = Unit(module, shards, prefetch)
     module.zero_unit = unit
     window = Window(unit, _units(module), group)
@@ -728,8 +710,6 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
         each.window, each.name = window, names[each.module]
     for shard in shards:
         shard.own, shard.unit = shard.own.clone(), unit
-        for i, param in enumerate(shard.params) if shard.is_trained else ():
-            param.register_hook(partial(before_gradient, shard, i))
         shard.free()
     return module
 
@@ -745,7 +725,7 @@ def gathered(module):
             param.data = full
     try:
         yield module
-        agree_on_content(module, shards)
+        agree_on(shards, digest, module.named_parameters())
     finally:
         for shard in shards:
             shard.own.copy_(shard.pack([param.detach() for param in shard.params])[shard.r])
@@ -757,29 +737,28 @@ def gathered(module):
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """An element-wise torch.optim class whose state, gradients and parameters are sharded.
+    """A torch.optim class whose state, gradients and parameters are sharded.
 
     Args: param_groups, as torch's, each a dictionary with its own "group", the ranks that share it,
-    and if it is hybrid a "replicate_group"; "params" may be (name, parameter) pairs. stage, 0 to 3;
-    3 needs modules given to `fully_shard`, which knows the groups. offload, "cpu" or a folder,
-    where the optimizer's state is kept between steps. bucket_mb, of what is sent at once, and
-    reduce_dtype, that gradients are summed in, in stages 0 to 2. kwargs go to optimizer_class.
+    and if it is hybrid a "replicate_group"; stage, 0 to 3 (3 needs modules given to `fully_shard`);
+    offload, "cpu" or a folder, where state is kept between steps; bucket_mb, of what is sent at
+    once, and reduce_dtype, that gradients are summed in, in stages 0 to 2; kwargs, of the class.
 
     16-bit parameters get an fp32 copy, which is stepped. Gradients are summed over ranks, never
-    averaged: by every backward in stages 2 and 3, once in stages 0 and 1, when step, grad_norm_sq,
-    scale_gradients or clip_grad_norm is called. A parameter that no rank used is not stepped.
-    Raises ValueError. Torch's ZeroRedundancyOptimizer is called in the same way. Source:
-    Rajbhandari et al., arXiv:1910.02054, section 5.
+    averaged: by every backward in stages 2 and 3, at step or clip_grad_norm in stages 0 and 1.
+    Raises ValueError. Source: Rajbhandari et al., arXiv:1910.02054, section 5.
     """
 
     def __init__(self, param_groups, optimizer_class, stage=1, offload=None,
                  bucket_mb=25, reduce_dtype=None, **kwargs):  # fmt: skip
         if stage not in range(4):
             raise ValueError(f"stage {stage!r}: use 0, 1, 2 or 3")
-        super().__init__(param_groups, probe(optimizer_class, kwargs)[0])
-        options = map(self._options, self.param_groups)  # amsgrad or momentum may be one group's
-        self.kinds = [probe(optimizer_class, kwargs, each)[1] for each in options]
-        self.stage, self.stepped = stage, set()  # the parameters that have a state
+        if {each.__name__ for each in optimizer_class.__mro__}.isdisjoint(ELEMENT_WISE):
+            raise ValueError(f"{optimizer_class.__name__} needs whole tensors, a shard is a part "
+                             f"of one: use {', '.join(ELEMENT_WISE)}")  # fmt: skip
+        defaults = optimizer_class([nn.Parameter(torch.empty(1))], **kwargs).defaults
+        super().__init__(param_groups, defaults)
+        self.stage, self.offload = stage, offload
         self.owner, self.names = {}, {}  # a parameter's group, and its name
         for i, each in enumerate(self.param_groups):
             for k, param in enumerate(each["params"]):
@@ -790,20 +769,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         trained = [param for param in self.owner if param.requires_grad]
         cut_buckets = partial(self._buckets, bucket_mb, reduce_dtype)
         self.shards = list((self._shards_of_units if stage == 3 else cut_buckets)(trained))
-        agree_on_shards(self)
+        groups = ((f"group {self.owner[x]}, {name}", x) for x, name in self.names.items())
+        agree_on(self.shards, describe, groups)
         for shard in self.shards:  # each has an optimizer of its own, with the same groups
             groups = [{**self._options(each), "params": []} for each in self.param_groups]
             for piece in shard.pieces:
                 piece.tensor = shard.own[piece.where].to(shard.state_dtype)
                 groups[self.owner[piece.param]]["params"].append(piece.tensor)
             shard.optimizer = optimizer_class(groups, **kwargs)
-        self.offload = Offload(offload, self) if offload else None
+            send_home(shard, offload)
         if stage == 3:
             self.reductions = list(dict.fromkeys(shard.unit.window for shard in self.shards))
             return
         self.reductions = [Buckets(self.shards)]
-        for shard in self.shards:
-            hook_accumulators(shard)
         for param in trained:
             hook = self.reductions[0].ready if stage == 2 else mark_as_local
             param.register_post_accumulate_grad_hook(hook)
@@ -859,16 +837,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
                                    "choose what is trained before")  # fmt: skip
         for shard in self.shards:
             adopt(shard)
-            drop_cleared_gradients(shard)
-        for each in self.reductions:
-            each.catch_up()
+            for i in range(len(shard.params)):
+                drop_if_cleared(shard, i)
+        if self.stage < 3:
+            self.reductions[0].catch_up()
 
     @torch.no_grad()
     def step(self, closure=None):
         """Step this rank's shards. Below stage 3, gather each while the next one is stepped."""
         loss = torch.enable_grad()(closure)() if closure else None
         self.finish_reduce()
-        for shard in self.offload.visit(self.shards) if self.offload else self.shards:
+        for shard in self.shards:
             used = shard.used.tolist() if shard.grad is not None else []
             if any(used):
                 self._step_shard(shard, used)
@@ -877,12 +856,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     shard.gather()
         for shard in self.shards:
             shard.wait()
-        for each in self.reductions:
-            each.joined = each.went_forward = False
         return loss
 
     def _step_shard(self, shard, used):
         """Step the parameters of which some rank had a gradient; others keep what they are."""
+        if self.offload:
+            fetch(shard)
         for inner, outer in zip(shard.optimizer.param_groups, self.param_groups):
             inner.update(self._options(outer))  # such as the rate that a scheduler set
         for piece in shard.pieces:
@@ -894,13 +873,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             piece.tensor.grad = None
             if shard.own.dtype != shard.state_dtype:
                 shard.own[piece.where] = piece.tensor
-        self.stepped |= {param for param, times in zip(shard.params, used) if times}
+        send_home(shard, self.offload)
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, local ones and summed ones; or set those that exist to zero."""
         for each in self.reductions:
             each.drop()
-            each.joined = False
         for shard in self.shards:
             for param in shard.params:
                 if set_to_none:
@@ -971,67 +949,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
 # Nothing below is needed to understand ZeRO. It refuses in a sentence what would go wrong in
 # silence, keeps the optimizer's state elsewhere, and saves and loads.
 
-
-def probe(optimizer_class, kwargs, options=()):
-    """The defaults of an optimizer, and its state's names: True where a value belongs to each
-    element. Raises ValueError where a step of parts is not a part of the step."""
-    whole, grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    parts = [part.clone() for part in whole.flatten().split(14)]
-    stepped, defaults = [], optimizer_class([whole], **kwargs).defaults
-    try:
-        for tensors in ([whole], parts):
-            group = {**dict(options), "params": tensors, "lr": 0.1}
-            optimizer = optimizer_class([group], **kwargs)
-            for _ in range(2):
-                for tensor, part in zip(tensors, grad.flatten().split(tensors[0].numel())):
-                    tensor.grad = part.view_as(tensor)
-                optimizer.step()
-            stepped.append(torch.cat([tensor.flatten() for tensor in tensors]))
-        alike = torch.allclose(*stepped, rtol=1e-5)
-    except (TypeError, ValueError, RuntimeError):
-        alike = False
-    if not alike:
-        raise ValueError(
-            f"{optimizer_class.__name__} needs whole tensors, and a shard is a part of one: use an "
-            "optimizer that treats each element alone, such as AdamW or SGD"
-        )
-    state = optimizer.state[parts[0]]
-    return defaults, {name: torch.is_tensor(x) and x.dim() > 0 for name, x in state.items()}
+ELEMENT_WISE = "SGD Adam AdamW Adamax NAdam RAdam Adadelta Adagrad RMSprop Rprop".split()
+NUMBERS = "step", "mu_product"  # state of a whole parameter; other state has a value per element
 
 
-# ranks agree on what they share
-
-
-def describe(name, param):
-    """A parameter as a line of text that must be the same on all ranks."""
-    kind = "trained" if param.requires_grad else "frozen"
-    return f"{name}: {tuple(param.shape)}, {str(param.dtype)[6:]}, {kind}"
-
-
-def agree_on_shards(optimizer):
-    """Raise Disagreement unless the ranks of every group list the same parameters alike."""
-    lines = defaultdict(list)
-    for shard in optimizer.shards:
-        for group in filter(None, (shard.group, shard.replicate_group)):
-            lines[group] += [
-                f"group {optimizer.owner[param]}, {optimizer.names[param]}: {tuple(shape)}, "
-                f"{str(shard.own.dtype)[6:]}" for param, shape in zip(shard.params, shard.shapes)
-            ]  # fmt: skip
-    for group in lines:
-        agree(lines[group], group)
-
-
-def agree_on_content(module, shards):
-    """Raise Disagreement unless all ranks hold the same values in whole parameters."""
-    names, lines = {param: name for name, param in module.named_parameters()}, defaultdict(list)
+def agree_on(shards, what, named_parameters):
+    """Raise Disagreement unless what(param) is the same text on all ranks that share a shard."""
+    names, lines = {param: name for name, param in named_parameters}, defaultdict(list)
     for shard in shards:
         for group in filter(None, (shard.group, shard.replicate_group)):
-            for param in shard.params:
-                content = param.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
-                digest = sha256(content.tobytes()).hexdigest()[:8]
-                lines[group].append(f"{names[param]} with content {digest}")
+            lines[group] += [f"{names[param]}: {what(param)}" for param in shard.params]
     for group in lines:
         agree(lines[group], group)
+
+
+def describe(param):
+    """What ranks must have alike before they begin."""
+    kind = "trained" if param.requires_grad else "frozen"
+    return f"{tuple(param.shape)}, {str(param.dtype)[6:]}, {kind}"
+
+
+def digest(param):
+    """What ranks must have alike when they have written the same."""
+    values = param.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
+    return f"values with digest {sha256(values.tobytes()).hexdigest()[:8]}"
 
 
 # weights that somebody else writes
@@ -1049,9 +990,9 @@ def adopt(shard):
     """Take in what somebody put in a parameter's place, as `param.data = new` does."""
     for param, full in zip(shard.params, shard.full) if shard.is_whole else ():
         if param.data_ptr() != full.data_ptr():
-            if (param.shape, param.dtype) != (full.shape, full.dtype):
-                raise RuntimeError(f"a parameter of {tuple(full.shape)}, {full.dtype} became "
-                                   f"{tuple(param.shape)}, {param.dtype}")  # fmt: skip
+            if param.shape != full.shape:
+                raise RuntimeError(f"a parameter of {tuple(full.shape)} became "
+                                   f"{tuple(param.shape)}")  # fmt: skip
             full.copy_(param.detach())
             param.data = full
 
@@ -1063,25 +1004,26 @@ def refresh(shard, piece):
         torch.where(copy.to(own.dtype) == own, copy, own.to(copy), out=copy)
 
 
-# gradients that somebody else reads or drops
+# gradients that somebody else scales or drops
 
 
 class LocalGradient(torch.Tensor):
-    """A gradient of this rank alone, not summed over ranks: its norm is no norm of the gradient."""
+    """A gradient of this rank alone, not summed over ranks: its norm is no norm of the gradient.
+    Whoever clips gradients multiplies them in place."""
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if cls is InShards or "norm" in function.__name__:
-            raise RuntimeError("this gradient is not whole on one rank: use the ZeroOptimizer's "
-                               "clip_grad_norm, grad_norm_sq and zero_grad")  # fmt: skip
-        if function.__name__ == "priced":  # the Ledger has counted this send, and passed it on
-            function = inspect.getclosurevars(function).nonlocals["call"]
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+    __torch_function__ = torch._C._disabled_torch_function_impl  # an ordinary tensor to torch
+
+    def mul_(self, *_):
+        raise RuntimeError("this gradient is not whole on one rank: use the ZeroOptimizer's "
+                           "clip_grad_norm, scale_gradients and zero_grad")  # fmt: skip
+
+    clamp_ = mul_
 
 
 class InShards(LocalGradient):
-    """Stands in for a gradient that was summed and cut into shards. No torch function takes it."""
+    """Stands in for a gradient that was summed and cut into shards. To set it to None drops it."""
+
+    zero_ = LocalGradient.mul_
 
 
 def mark_as_local(param):
@@ -1091,7 +1033,7 @@ def mark_as_local(param):
 
 
 def mark_as_reduced(shard):
-    """Put stand-ins in the place of gradients. Setting one to None drops what it stands for."""
+    """Put stand-ins in the place of gradients."""
     for param in shard.params:
         nan = torch.full((), torch.nan, dtype=param.grad_dtype, device=param.device)
         param.grad = nan.expand(param.shape).as_subclass(InShards)
@@ -1103,34 +1045,27 @@ def new_gradient(param):
     return None if type(param.grad) is InShards else param.grad
 
 
-def hook_accumulators(shard):
-    """Call before_gradient from autograd's accumulators. A hook on the parameter would also run for
-    gradients that a split backward (04) only asks for."""
+def watch_gradients(shard):
+    """Call before_gradient whenever autograd is about to accumulate a gradient. A hook of the
+    parameter would also run for gradients that a split backward (04) only asks for."""
     with torch.enable_grad():
-        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in shard.params]
+        nodes = [x.view_as(x).grad_fn.next_functions[0][0] for x in shard.params]
     for i, node in enumerate(nodes):
         node.register_prehook(partial(before_gradient, shard, i))
-    shard.accumulators = nodes  # they live, and keep their hooks, as long as the shard
+    return nodes  # a node keeps its hooks as long as it lives
 
 
 def before_gradient(shard, i, gradient):
-    """Called by autograd before it accumulates: a stand-in is no tensor to add to."""
-    param = shard.params[i]
-    if type(param.grad) is InShards:
-        param.grad = None
-    elif param.grad is None:
-        drop_gradient(shard, i)
+    """Make room for a gradient: a stand-in is no tensor to add to."""
+    drop_if_cleared(shard, i)
+    if type(shard.params[i].grad) is InShards:
+        shard.params[i].grad = None
+        shard.summed.discard(i)
 
 
-def drop_cleared_gradients(shard):
-    """Drop the sums of parameters whose gradient was set to None, as model.zero_grad() does."""
-    for i in [i for i in shard.summed if shard.params[i].grad is None]:
-        drop_gradient(shard, i)
-
-
-def drop_gradient(shard, i):
-    """Drop a parameter's part of the sum."""
-    if i in shard.summed:
+def drop_if_cleared(shard, i):
+    """Drop a parameter's part of the sum if its gradient was set to None, as by model.zero_grad."""
+    if i in shard.summed and shard.params[i].grad is None:
         shard.summed.discard(i)
         shard.used[i] = 0
         for piece in shard.pieces:
@@ -1138,90 +1073,65 @@ def drop_gradient(shard, i):
                 shard.grad[piece.where] = 0
 
 
-# offload: between steps, what only a step needs is at home, on the CPU or in files
-
-
-class Offload:
-    """Keeps the optimizer's state of each shard at home between steps: on the CPU, or in a folder's
-    files. The next shard's state is read while this one is stepped."""
-
-    def __init__(self, where, optimizer):
-        if where != "cpu" and not Path(where).is_dir():
-            raise ValueError(f"offload {where!r}: neither cpu nor a folder that exists")
-        self.where, self.optimizer, self.homes = where, optimizer, defaultdict(dict)
-        for shard in optimizer.shards:
-            self.send_home(shard)
-
-    def visit(self, shards):
-        """The shards in turn, each with its state on its device."""
-        with ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(self._read, shards[0])
-            for shard, following in zip_longest(shards, shards[1:]):
-                for tensor, copy in zip(self._movable(shard).values(), coming.result()):
-                    tensor.data = copy
-                if following:
-                    coming = reader.submit(self._read, following)
-                yield shard
-                self.send_home(shard)
-
-    def send_home(self, shard):
-        """Copy a shard's state to its home, and leave it there."""
-        for key, tensor in self._movable(shard).items():
-            if key not in self.homes[shard]:
-                self.homes[shard][key] = self._new_home(tensor)
-            self.homes[shard][key].copy_(tensor)
-            tensor.data = self.homes[shard][key]
-
-    def _movable(self, shard):
-        """fp32 copies, and the optimizer's tensors with a value for each element, by name."""
-        moves = {k: each for kinds in self.optimizer.kinds for k, each in kinds.items()}
-        moves["param"] = shard.own.dtype != shard.state_dtype
-        pieces = enumerate(states_of(shard))
-        return {(i, name): held[name] for i, (_, held) in pieces for name in held if moves[name]}
-
-    def _read(self, shard):
-        homes = (self.homes[shard][key] for key in self._movable(shard))
-        return [home.to(shard.own.device, copy=True) for home in homes]
-
-    def _new_home(self, tensor):
-        if self.where == "cpu":
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        with tempfile.NamedTemporaryFile(dir=self.where) as file:  # the name goes, the map stays
-            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-
-
-# checkpoints
+# offload and checkpoints
 
 
 def states_of(shard):
     """(piece, tensors) of a shard: "param", which is stepped, and the optimizer's state."""
     adopt(shard)
     for piece in shard.pieces:
-        yield piece, {"param": piece.tensor, **shard.optimizer.state.get(piece.tensor, {})}
+        state = shard.optimizer.state.get(piece.tensor, {})
+        yield piece, {"param": piece.tensor} | {k: x for k, x in state.items() if x is not None}
+
+
+def to_move(shard):
+    """The tensors of a shard that only its step needs: fp32 copies, and state of each element."""
+    stays = {*NUMBERS, *["param"] * (shard.own.dtype == shard.state_dtype)}
+    return [x for _, held in states_of(shard) for name, x in held.items() if name not in stays]
+
+
+def fetch(shard):
+    """Copy a shard's state to the device that steps it."""
+    for tensor in to_move(shard):
+        tensor.data = tensor.to(shard.own.device, copy=True)
+
+
+def send_home(shard, where):
+    """Leave a shard's state on the CPU, or in files of a folder."""
+    for tensor in to_move(shard) if where else ():
+        if where == "cpu":
+            tensor.data = tensor.cpu()
+        else:
+            size, dtype = tensor.numel(), tensor.dtype
+            with tempfile.NamedTemporaryFile(dir=where) as file:  # the name goes, the map stays
+                home = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+            tensor.data = home.copy_(tensor)
 
 
 @torch.no_grad()
 def gather_state(optimizer):
-    """The plain optimizer's state_dict. A number that belongs to a whole parameter, such as AdamW's
-    step, travels as a row of itself."""
+    """The plain optimizer's state_dict, put together from the pieces of all ranks."""
     state = defaultdict(dict)
     for shard in optimizer.shards:
-        masters = ["param"] * (shard.own.dtype != shard.state_dtype)
-        for name in [*dict.fromkeys(name for kinds in optimizer.kinds for name in kinds), *masters]:
-            row_p = torch.zeros_like(shard.own, dtype=shard.state_dtype)
-            for piece, held in states_of(shard):
-                row_p[piece.where] = held.get(name, 0)
-            for param, whole in zip(shard.params, shard.spread(row_p)):
-                kinds = {**optimizer.kinds[optimizer.owner[param]], "param": True}
-                has_state = param in optimizer.stepped or name == "param"
-                if name in kinds and has_state and whole.numel():
-                    whole = whole.clone() if kinds[name] else whole.flatten()[0].clone().cpu()
-                    state[optimizer.index[param]]["master" if name == "param" else name] = whole
-    groups = optimizer.param_groups
-    indices = [[optimizer.index[param] for param in each["params"]] for each in groups]
-    options = [optimizer._options(each) for each in groups]
-    groups = [{**each, "params": params} for each, params in zip(options, indices)]
-    return {"state": dict(state), "param_groups": groups}
+        pieces = [(piece.index, {name: x.cpu().clone() for name, x in held.items()})
+                  for piece, held in states_of(shard)]  # fmt: skip
+        if shard.group:
+            # all_gather over dp, as objects: every rank now holds all pieces, in the order of ranks
+            dist.all_gather_object(of_ranks := [None] * shard.n, pieces, group=shard.group)
+            pieces = sum(of_ranks, [])
+        for i, (param, shape) in enumerate(zip(shard.params, shard.shapes)):
+            parts = [held for index, held in pieces if index == i]
+            for name in parts[0] if parts else ():
+                whole = parts[0][name]
+                if name not in NUMBERS:
+                    whole = torch.cat([part[name] for part in parts]).view(shape).to(param.device)
+                state[optimizer.index[param]][name] = whole
+            master = state[optimizer.index[param]].pop("param", None)
+            if master is not None and shard.own.dtype != shard.state_dtype:
+                state[optimizer.index[param]]["master"] = master
+    groups = [{**optimizer._options(each), "params": [optimizer.index[x] for x in each["params"]]}
+              for each in optimizer.param_groups]  # fmt: skip
+    return {"state": {i: held for i, held in state.items() if held}, "param_groups": groups}
 
 
 @torch.no_grad()
@@ -1233,21 +1143,18 @@ def load_state(optimizer, state_dict):
         raise ValueError(f"a state_dict of groups of {sizes[1]} parameters, not of {sizes[0]}")
     for each, saved in zip(*both):
         each.update(optimizer._options(saved))
-    state = {param: state_dict["state"].get(i, {}) for param, i in optimizer.index.items()}
-    optimizer.stepped = {param for param, saved in state.items() if saved.keys() - {"master"}}
     for shard in optimizer.shards:
         adopt(shard)
         for piece in shard.pieces:
-            saved, tensor = state[piece.param], piece.tensor
-            part = lambda whole: whole.flatten()[piece.start : piece.stop].to(tensor)
-            tensor.copy_(part(saved["master"]) if "master" in saved else shard.own[piece.where])
-            shard.optimizer.state[tensor] = {
-                name: (part(saved[name]) if each else saved[name]).clone()
-                for name, each in optimizer.kinds[optimizer.owner[piece.param]].items()
-                if name in saved
+            saved = dict(state_dict["state"].get(optimizer.index[piece.param], {}))
+            part = lambda whole: whole.flatten()[piece.start : piece.stop].to(piece.tensor)
+            master = saved.pop("master", None)
+            piece.tensor.copy_(shard.own[piece.where] if master is None else part(master))
+            shard.optimizer.state[piece.tensor] = {
+                name: (x if name in NUMBERS else part(x)).clone()
+                for name, x in saved.items() if x is not None
             }  # fmt: skip
-        if optimizer.offload:
-            optimizer.offload.send_home(shard)
+        send_home(shard, optimizer.offload)
 
 
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
@@ -1355,23 +1262,19 @@ def largest_error(tensors, references):
     return max(relative_error(*pair) for pair in zip(tensors, references, strict=True))
 
 
-def bytes_of(*lists):
-    """Bytes of the storages under each list of tensors; each storage counts once."""
-    seen, sums = set(), []
-    for tensors in lists:
-        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-        sums.append(sum(sizes[key] for key in sizes.keys() - seen))
-        seen |= sizes.keys()
-    return sums
-
-
 def bytes_held(optimizer):
-    """Bytes of this rank's storages: [parameters, gradients, optimizer's state]."""
+    """Bytes of this rank's storages: [parameters, gradients, optimizer's state]. Each storage
+    counts once."""
     params = [param for shard in optimizer.shards for param in shard.params]
     rows = [x for shard in optimizer.shards for x in (shard.own, shard.rows, *shard.full)]
     gradients = [new_gradient(param) for param in params] + [x.grad for x in optimizer.shards]
     states = [x for *_, held in optimizer.local_state() for x in held.values() if x.dim()]
-    return bytes_of(params + rows, [x for x in gradients if x is not None], states)
+    seen, sums = set(), []
+    for tensors in (params + rows, [x for x in gradients if x is not None], states):
+        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        sums.append(sum(sizes[key] for key in sizes.keys() - seen))
+        seen |= sizes.keys()
+    return sums
 
 
 def claimed(optimizer, m, sizes=(8, 8, 8)):
@@ -1398,270 +1301,107 @@ def claimed(optimizer, m, sizes=(8, 8, 8)):
 
 
 def check_by_hand(stage, m, group, device):
-    """Two steps of step_by_hand. Returns [loss, parameters], and (measured, formula) of bytes sent
-    in the second step and of the most bytes held when gradients are reduced in it."""
-    n, model, most = dist.get_world_size(group), tiny_model(device), 0
+    """Two steps of step_by_hand. Returns [loss, parameters], and (measured, formula) of the bytes
+    sent in the second step."""
+    n, model = dist.get_world_size(group), tiny_model(device)
     blocks = [model.token, *model.blocks, nn.Sequential(model.norm, model.head)]
     shards = [BlockShard(block, group) for block in blocks]
-    if stage == 3:
-        for shard in shards:
-            shard.free()
+    for shard in shards if stage == 3 else ():
+        shard.free()
     optimizer = torch.optim.SGD([shard.own for shard in shards], **SGD)
     batch = proof_batch(n, m, device)[dist.get_rank(group)]
-
-    def reduce(shard, real=BlockShard.reduce):
-        nonlocal most
-        params, own = list(model.parameters()), [shard.own for shard in shards]
-        gradients = [x.grad for x in params + own if x.grad is not None]
-        state = [x for of_row in optimizer.state.values() for x in of_row.values()]
-        most = max(most, sum(bytes_of(params + own, gradients, state)))
-        real(shard)
-
     for _ in range(2):
-        with Ledger() as ledger, patch.object(BlockShard, "reduce", reduce):
+        with Ledger() as ledger:
             loss = step_by_hand(stage, blocks, shards, optimizer, batch, n * m * 8)
-    sizes = [sum(shape.numel() for shape in shard.shapes) for shard in shards]
-    rows = [math.ceil(P / n) for P in sizes]
-    p, P = sum(rows), sum(sizes)
-    sent = 8 * p * (n - 1) * (0, 2, m + 1, 3 * m)[stage]
-    reduced = [P if stage == 1 else p + size for size in sizes]  # gradients: all, or a block's
-    whole = [n * (row if stage == 3 else p) for row in rows]  # parameters: all, or a block's
-    held = 8 * max(2 * p + gradients + params for gradients, params in zip(reduced, whole))
     for shard in shards:
         shard.gather()
     weights = [param.detach() for param in model.parameters()]
-    return [summed(loss, group), *weights], (sum(ledger.sent.values()), sent), (most, held)
+    p = sum(math.ceil(sum(map(torch.numel, block.parameters())) / n) for block in blocks)
+    formula = 8 * p * (n - 1) * (0, 2, m + 1, 3 * m)[stage]
+    return [summed(loss, group), *weights], (sum(ledger.sent.values()), formula)
 
 
-def proof(group, device, hybrid=None):
-    """The rows of the table: every stage, and what forgetting an idea looks like. hybrid: a group
-    to shard over, and one of replicas."""
+def proof(group, device):
+    """The rows of the table: every stage by hand and by hooks, and a row that is wrong on purpose,
+    with the error that it must show."""
     n, m = dist.get_world_size(group), 3
-    loss, *gradients_and_weights = plain_training(n, m, device, clip=None)
-    weights = gradients_and_weights[len(gradients_and_weights) // 2 :]
+    loss, *rest = plain_training(n, m, device, clip=None)
+    weights = rest[len(rest) // 2 :]
     for stage in (1, 2, 3):
-        found, sent, held = check_by_hand(stage, m, group, device)
-        error = largest_error(found, [loss, *weights])
-        yield Row(f"ZeRO-{stage} by hand, m = 3", error, sent, held)
-    cases = {
-        "stage 0, data parallel": (0, {}), "ZeRO-1": (1, {}), "ZeRO-2": (2, {}), "ZeRO-3": (3, {}),
-        "ZeRO-3, per parameter": (3, {"layout": "per_parameter"}),
-    }  # fmt: skip
-    if hybrid:
-        both = dict(zip(("group", "replicate_group"), hybrid))
-        cases |= {"hybrid ZeRO-1": (1, both), "hybrid ZeRO-3": (3, both)}
-    for m in (1, 3):
-        wanted = plain_training(n, m, device)
-        for name, (stage, unit) in cases.items():
-            found, optimizer, sent, held = check(stage, m, group, device, **unit)
-            sent_claim, held_claim = claimed(optimizer, m)
-            error, held = largest_error(found, wanted), (sum(held), sum(held_claim))
-            yield Row(f"{name}, m = {m}", error, (sent, sent_claim), held)
-    for stage in range(4):
-        _, optimizer, _, held = check(stage, 1, group, device, torch.bfloat16, torch.optim.AdamW)
-        claim, each = claimed(optimizer, 1, sizes=(2, 2, 12))[1], bytes_each(stage, n)
-        error = max(abs(x - y) for x, y in zip(held, claim))  # of each of the three kinds
-        name, held = f"bf16, stage {stage}: {each:.4g} P + padding", (sum(held), sum(claim))
-        yield Row(name, error, held=held)
-    if n > 1:
-        yield from prove_order(group, device)
-        yield from wrong_on_purpose(group, device)
-
-
-def wrong_on_purpose(group, device):
-    """Rows without one idea of the chapter, each with the error that it must show."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    wanted, last = plain_training(n, 3, device), plain_training(n, 3, device, last_only=True)
+        by_hand, sent = check_by_hand(stage, m, group, device)
+        yield Row(f"ZeRO-{stage} by hand", largest_error(by_hand, [loss, *weights]), sent)
+    twin = plain_training(n, m, device)
+    names = "stage 0, data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, per parameter"
+    for stage, name in zip((0, 1, 2, 3, 3), names):
+        layout = "per_parameter" if "per" in name.split() else "flat"
+        tensors, optimizer, sent, held = check(stage, m, group, device, layout=layout)
+        sent_claim, held_claim = claimed(optimizer, m)
+        error, held = largest_error(tensors, twin), (sum(held), sum(held_claim))
+        yield Row(name, error, (sent, sent_claim), held)
 
     def overwrite(shard, real=Shard.finish_reduce):
         shard.grad = None
         real(shard)
 
     with patch.object(Shard, "finish_reduce", overwrite):
-        (_, *found), *_ = check(2, 3, group, device)
-    predicted = largest_error(last[1:], wanted[1:])
-    yield Row("a sum that overwrites the shard", largest_error(found, wanted[1:]), wrong=predicted)
-
-    model, twin = tiny_model(device), tiny_model(device)
-    optimizer, batch = sharded(model, 2, group), proof_batch(n, 1, device)
-    backward(model, batch[r], n * 8)
-    backward(twin, sum(batch, []), n * 8)
-    (shard,) = optimizer.shards
-    grads = {name: param.grad for name, param in twin.named_parameters()}
-    rows_np = shard.pack([grads[optimizer.names[param]] for param in shard.params])
-    right, own = (rows_np / rows_np.norm(dim=dim, keepdim=True) for dim in ((0, 1), 1))
-    found = shard.pack(shard.spread(shard.grad / shard.grad.norm()))
-    error, predicted = relative_error(found, right), relative_error(own, right)
-    yield Row("clipped by each rank's own norm", error, wrong=predicted)
-
-    unused = nn.Parameter(torch.ones(2 * n, device=device).double())
-    options = dict(lr=0.1, weight_decay=0.5, stage=1)
-    optimizer = ZeroOptimizer([{"params": [unused], "group": group}], torch.optim.AdamW, **options)
-    unused.grad = torch.zeros_like(unused)  # what a rank without a gradient must not claim to have
-    optimizer.step()
-    error = relative_error(unused.detach(), torch.ones_like(unused))
-    yield Row("nobody's gradient taken for zeros", error, wrong=0.1 * 0.5)
-
-
-@contextmanager
-def watching(shards):
-    """A list that grows by the bytes gathered of each shard whenever one comes or goes."""
-    seen = []
-
-    def look(real):
-        def call(shard):
-            real(shard)
-            seen.append([bytes_of((each.rows, *each.full))[0] for each in shards])
-
-        return call
-
-    with patch.multiple(Shard, **{x: look(getattr(Shard, x)) for x in ("gather", "wait", "free")}):
-        yield seen
-
-
-def orders(group, device):
-    """Events of a step, in order: of stage 2's backward, and of stage 3's forward in its second
-    pass; "gradient" and "compute" are marked. And the most bytes stage 3 gathered in the step, with
-    the formula: the root unit and two blocks."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    ((x_bS, y_bS),) = proof_batch(n, 1, device)[r]
-    model = tiny_model(device)
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: ledger.mark("gradient"))
-    sharded(model, 2, group, bucket_mb=0.005)
-    with Ledger() as ledger:
-        backward(model, [(x_bS, y_bS)], 8)
-    stage_2 = [event.what for event in ledger.events]
-
-    model = tiny_model(device)
-    optimizer = sharded(model, 3, group)
-    for block in model.blocks:
-        block.up.register_forward_pre_hook(lambda *_: ledger.mark("compute"))
-    backward(model, [(x_bS, y_bS)], 8)
-    with Ledger() as ledger, watching(optimizer.shards) as seen:
-        share = loss_share(model(x_bS), y_bS, 8)
-        stage_3 = [event.what for event in ledger.events]
-        share.backward()
-    whole = [8 * n * len(unit.shards[0].own) for unit in model.zero_unit.window.units]
-    return stage_2, stage_3, (max(map(sum, seen)), whole[0] + 2 * max(whole[1:]))
-
-
-def in_flight(events, start, mark):
-    """How many of `mark` stand between each call of `start` and its wait; calls land in order."""
-    calls, waits = ([i for i, what in enumerate(events) if what == x] for x in (start, "wait"))
-    return [events[i:j].count(mark) for i, j in zip(calls, waits, strict=True)]
-
-
-def prove_order(group, device):
-    """Rows whose error is inf where something waits that should be in flight: each bucket but the
-    last, each unit but the root and the first block. And the most bytes gathered, by formula."""
-    stage_2, stage_3, gathered_bytes = orders(group, device)
-    start = "reduce_scatter_single" if "nccl" in dist.get_backend() else "all_to_all_single"
-    reduced = in_flight(stage_2, start, "gradient")[:-1]
-    fetched = in_flight(stage_3, "all_gather_single", "compute")[2:]
-    error = lambda counts: 0.0 if min(counts) > 0 else math.inf
-    yield Row("ZeRO-2: backward goes on meanwhile", error(reduced))
-    yield Row("ZeRO-3: a block computes meanwhile", error(fetched), held=gathered_bytes)
-
-
-def bytes_each(stage, n):
-    """Bytes a rank holds for each parameter, padding aside: of it and of its gradient in bf16, and
-    of AdamW's fp32 copy and two moments. Each stage cuts one more: 16, 4 + 12/n, 2 + 14/n, 16/n."""
-    return sum(size / (n if stage + i > 2 else 1) for i, size in enumerate((2, 2, 12)))
+        (_, *tensors), *_ = check(2, m, group, device)
+    predicted = largest_error(plain_training(n, m, device, last_only=True)[1:], twin[1:])
+    error = largest_error(tensors, twin[1:])
+    yield Row("a sum that overwrites the shard", error, wrong=predicted)
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def build(args, group, device):
-    """The model of the run, and its optimizer."""
+def training(args, group, device):
+    """Train a model; after each step yield (model, loss, norm, bytes sent, bytes held)."""
+    n, r, text = dist.get_world_size(group), dist.get_rank(group), read_text(args.text, 65)
     torch.manual_seed(0)
     model = LanguageModel().to(device)
-    options = dict(unit={"layout": args.layout}, offload=args.offload, bucket_mb=0.5, lr=3e-3)
-    return model, sharded(model, args.stage, group, **options)
-
-
-def micro_batches(args, text, step, group, device):
-    """[k]: this rank's k-th part of a step's batch: sequences, and their labels."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    parts = (x.to(device).tensor_split(n)[r] for x in sample(text, step, args.batch, 64))
-    return list(zip(*(part.tensor_split(args.micro_batches) for part in parts)))
-
-
-def training(args, model, optimizer, group, device):
-    """Train; after each step yield (step, loss, norm, bytes sent, bytes held)."""
-    text = read_text(args.text, at_least=65)
+    optimizer = sharded(model, args.stage, group, bucket_mb=0.5, lr=3e-3)
     for step in range(args.steps):
-        batch = micro_batches(args, text, step, group, device)
+        parts = (x.to(device).tensor_split(n)[r] for x in sample(text, step, args.batch, 64))
+        batch = list(zip(*(part.tensor_split(args.micro_batches) for part in parts)))
         loss, *rest = train_step(model, optimizer, batch, args.batch * 64, clip=1.0)
-        yield step, summed(loss, group), *rest
+        yield model, summed(loss, group), *rest
 
 
 def train(args, group, device):
-    """Train and print the loss beside the unigram entropy, and bytes beside formulas. 0 if all are
-    as claimed."""
-    model, optimizer = build(args, group, device)
-    sent_claim, held_claim = claimed(optimizer, args.micro_batches, sizes=(4, 4, 8))
-    P = sum(shape.numel() for shard in optimizer.shards for shape in shard.shapes)
+    """Train, and print the loss beside the unigram entropy."""
     entropy = unigram_entropy(read_text(args.text, at_least=65))
-    say(f"\n{P:,} parameters, fp32, stage {args.stage}; unigram entropy of the text {entropy:.3f}\n"
-        "step   loss   norm   bytes sent      formula   bytes held      formula")  # fmt: skip
-    units, broken = len(model.zero_unit.window.units) if args.stage == 3 else 0, False
-    for step, loss, norm, sent, held in training(args, model, optimizer, group, device):
-        first = 16 * (dist.get_world_size(group) - 1) * units * (not step)  # orders compared
-        sizes = sent, sent_claim + first, sum(held), sum(held_claim[: 3 if step else 2])
-        broken |= abs(sizes[0] - sizes[1]) >= 0.5 or sizes[2] != sizes[3]
+    say(f"\nstage {args.stage}; unigram entropy of the text {entropy:.3f}\n"
+        "step   loss   norm   bytes sent   bytes held")  # fmt: skip
+    for step, (_, loss, norm, sent, held) in enumerate(training(args, group, device)):
         if step % 10 == 0 or step == args.steps - 1:
-            say(f"{step:4}{loss:7.3f}{norm:7.3f}" + "".join(f"{x:13,.0f}" for x in sizes))
-    return int(broken)
+            say(f"{step:4}{loss:7.3f}{norm:7.3f}{sent:13,.0f}{sum(held):13,}")
 
 
-def plot(args, group, device):
-    """Draw which unit of stage 3 is whole when, in the third step: the first learned the order."""
+def plot(path, group, device):
+    """Draw the bytes that a rank holds in each stage, as measured: bf16 under AdamW."""
     from matplotlib.figure import Figure
 
-    args = argparse.Namespace(**{**vars(args), "stage": 3, "layout": "flat", "steps": 3})
-    model, optimizer = build(args, group, device)
-    with watching(optimizer.shards) as seen:
-        for _ in training(args, model, optimizer, group, device):
-            seen[:], last = [], list(seen)
-    if dist.get_rank() == 0:
-        figure = Figure(figsize=(9, 3), layout="constrained")
-        draw_window(figure.subplots(), last)
-        figure.savefig(args.plot, dpi=110)
-        print(f"drew {args.plot}")
-
-
-def draw_window(axis, seen):
-    """One step of stage 3: a bar for each unit while it is gathered, by order of events."""
-    names = ["root: both ends", *(f"block {i}" for i in range(len(seen[0]) - 1))]
-    for row, sizes in enumerate(zip(*seen)):
-        half = [0.3 * (size > 0) for size in sizes]
-        edges = [row - x for x in half], [row + x for x in half]
-        color = "#0b3c5d" if row else "#f2a541"
-        axis.fill_between(range(len(seen)), *edges, step="post", color=color, lw=0)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_title("stage 3: which unit is gathered when, in one step", fontsize=10, loc="left")
-    axis.set_xlabel("events in order: forward, then backward")
-    axis.spines[["top", "right"]].set_visible(False)
+    kind = torch.bfloat16, torch.optim.AdamW
+    stages = [check(stage, 1, group, device, *kind)[3] for stage in range(4)]
+    axis, bottom = Figure(layout="constrained").subplots(), torch.zeros(4)
+    for name, sizes in zip(("parameters", "gradients", "optimizer's state"), zip(*stages)):
+        axis.bar(range(4), sizes, bottom=bottom, label=name, tick_label=["stage 0", 1, 2, 3])
+        bottom += torch.tensor(sizes)
+    axis.set_title(f"bytes that one of {dist.get_world_size(group)} ranks holds before a step")
+    axis.legend()
+    if dist.get_rank(group) == 0:
+        axis.figure.savefig(path)
 
 
 def main(args, device):
     """Prove, then train (or draw); 0 if everything is as claimed."""
-    group, hybrid, n = dist.group.WORLD, None, dist.get_world_size()
-    if n >= 4 and n % 2 == 0:  # two groups of shards; a rank's replica is n / 2 further
-        halves = [list(range(n // 2)), list(range(n // 2, n))]
-        patience = {"timeout": timedelta(seconds=args.timeout)}
-        make = partial(dist.new_subgroups_by_enumeration, **patience)
-        hybrid = make(halves)[0], make([list(pair) for pair in zip(*halves)])[0]
-    say(f"02 ZeRO · {n} ranks · {dist.get_backend()} · {device.type}")
-    broken = prove(list(proof(group, device, hybrid)), device)
+    group = dist.group.WORLD
+    say(f"02 ZeRO · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
+    broken = prove(list(proof(group, device)), device)
     if args.plot:
-        plot(args, group, device)
+        plot(args.plot, group, device)
     elif args.steps:
-        broken |= train(args, group, device)
-    return int(broken)
+        train(args, group, device)
+    return broken
 
 
 def validate(args, ranks):
@@ -1671,8 +1411,6 @@ def validate(args, ranks):
             f"--batch {args.batch} sequences for {ranks} ranks with --micro-batches "
             f"{args.micro_batches}: each needs one, {ranks * args.micro_batches} in all"
         )
-    if args.offload and args.offload != "cpu" and not os.path.isdir(args.offload):
-        raise ValueError(f"--offload {args.offload}: neither cpu nor a folder that exists")
     read_text(args.text, at_least=65)
 
 
@@ -1941,11 +1679,8 @@ def _rank(local, ranks, main, args, folder=None):
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  an optimizer loads it: once here, not in each forked rank
 
-    parser = arguments(__doc__, ranks=4, steps=60, plot="which unit of stage 3 is gathered when")
+    parser = arguments(__doc__, ranks=4, steps=60, plot="what a rank holds in each stage")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="to train with")
-    parser.add_argument("--layout", default="flat", choices=["flat", "per_parameter"],
-                        help="how stage 3 cuts a unit: all parameters as one, or each")  # fmt: skip
-    parser.add_argument("--offload", metavar="cpu|DIR", help="where AdamW's state is kept")
     parser.add_argument("--batch", type=int, default=32, help="sequences of 64 bytes in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank in a step")
     launch(main, parser.parse_args(), validate)
