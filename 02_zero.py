@@ -502,6 +502,7 @@ class Window(Reductions):
     The first pass learns the order, and compares it over ranks at every unit. Later passes follow
     it. A rank that skips a unit still takes part in the collectives of this unit: `enter` visits
     every unit in between. So ranks may skip different units, and what they skip has no gradient.
+    A rank that skips a whole backward keeps the others waiting; the launcher says where each stood.
 
     Prefetch: when a unit is whole and about to compute, the gather of the next unit begins. It runs
     while the unit computes. Two units are whole at a time, beside the root, and no more.
@@ -605,8 +606,8 @@ class Window(Reductions):
 
 
 class Unit:
-    """A module whose parameters are gathered and freed together, by hooks around its forward and
-    before the backward of all that its modules return."""
+    """A module whose parameters are gathered and freed together. Hooks tell its window when the
+    module's forward begins and ends, and when backward reaches a tensor that it returned."""
 
     def __init__(self, module, shards, prefetch):
         self.module, self.shards, self.prefetch = module, shards, prefetch
@@ -665,7 +666,7 @@ def _in_backward():
 
 
 def _tensors(output):
-    """All tensors in what a module returns: in lists, dictionaries, and dataclasses too."""
+    """All tensors in what a module returns: in lists, dictionaries and dataclasses."""
     for leaf in tree_leaves(output):
         if torch.is_tensor(leaf):
             yield leaf
@@ -692,15 +693,15 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
     if layout not in ("flat", "per_parameter"):
         raise ValueError(f"layout {layout!r}: use 'flat' or 'per_parameter'")
     inside = {shard for unit in _units(module) for shard in unit.shards}
-    kinds = defaultdict(dict)
+    kinds = defaultdict(list)
     for name, param in module.named_parameters():
         shard = getattr(param, "shard", None)
         if shard is None:
-            kinds[param.dtype, param.requires_grad][name] = param
+            kinds[param.dtype, param.requires_grad].append(param)
         elif shard not in inside:
             raise ValueError(f"{name} belongs to another unit too: shard what contains both")
     options = (group, replicate_group, layout, param_dtype, reduce_dtype)
-    shards = [Shard(params.values(), *options) for params in kinds.values()]
+    shards = [Shard(params, *options) for params in kinds.values()]
     agree_on(shards, describe, module.named_parameters())
     unit = Unit(module, shards, prefetch)
     module.zero_unit = unit
@@ -716,9 +717,9 @@ def fully_shard(module, group, layout="flat", replicate_group=None, prefetch=Tru
 
 @contextmanager
 def gathered(module):
-    """Inside, every parameter of the units is whole, to be read, saved or loaded. What is written
-    is kept, also if an exception ends the block. All ranks must write the same: if one wrote
-    something else, the block raises Disagreement at its end."""
+    """Make every parameter of the units whole inside a `with` block, to be read, saved or loaded.
+    What is written is kept, also if an exception ends the block. At its end the block raises
+    Disagreement if ranks have written different values."""
     shards = [shard for unit in _units(module) for shard in unit.shards]
     for shard in shards:
         for param, full in zip(shard.params, shard.spread(shard.own)):
