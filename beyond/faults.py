@@ -193,7 +193,7 @@ class Scenario(NamedTuple):
     B: int = 24
     S: int = 16
     text: str | None = None
-    shown: bool = False
+    shown: bool = False  # print a line every ten steps
     patience: float = 20.0  # seconds until a rank that does not answer counts as dead
 
 
@@ -212,8 +212,8 @@ class Worker:
         self.weights = F.pad(flat, (0, -len(flat) % CHUNKS))
         self.size = len(self.weights) // CHUNKS
         self.owners = cut_anew(None, None, self.members)
-        own = [chunk for chunk in range(CHUNKS) if self.owners[chunk] == number]
-        self.moments = {chunk: self.weights.new_zeros(2, self.size) for chunk in own}
+        zeros = self.weights.new_zeros(2, self.size)
+        self.moments = {chunk: zeros for chunk in self.chunks_of(number)}
         self.copies, self.staged, self.regrouped, self.flagged = {}, None, None, []
         self.counts = self.equal_counts()
         # the handler only sets a flag: a collective inside it could meet another one half done
@@ -245,6 +245,9 @@ class Worker:
         self.store.set("over", "")
         kept = {name: vars(self)[name] for name in ("weights", "moments", "copies", "log", "t")}
         return kept | {"sent": self.ledger.sent["isend"]}
+
+    def chunks_of(self, worker):
+        return [chunk for chunk in range(CHUNKS) if self.owners[chunk] == worker]
 
     def note(self, what, *facts):
         self.log.append((what, self.t, *facts))
@@ -316,7 +319,7 @@ class Worker:
     def gather_weights(self, weights):
         """Fill in the chunks that other ranks have stepped."""
         group, n = dist.group.WORLD, len(self.members)
-        owned = [[c for c in range(CHUNKS) if self.owners[c] == r] for r in self.members]
+        owned = [self.chunks_of(worker) for worker in self.members]
         longest, chunks = max(map(len, owned)), weights.view(CHUNKS, self.size)
         row = weights.new_zeros(longest, self.size)
         row[: len(self.moments)] = chunks[sorted(self.moments)]
@@ -332,7 +335,7 @@ class Worker:
         n, index = len(self.members), self.members.index(self.number)
         if n == 1 or self.scenario.wrong == "buddies":
             return {}
-        numbers = [c for c in range(CHUNKS) if self.owners[c] == self.members[index - 1]]
+        numbers = self.chunks_of(self.members[index - 1])
         arriving = self.weights.new_empty(len(numbers), 2, self.size)
         self.at("copies to the buddy")
         leaving = torch.stack([moments[c] for c in sorted(moments)])
@@ -466,8 +469,7 @@ class Worker:
         before = self.ledger.sent["isend"]
         exchange(sends, receives)
         self.note("recovered", self.ledger.sent["isend"] - before)
-        zeros = self.weights.new_zeros(2, self.size)
-        own = [chunk for chunk in range(CHUNKS) if self.owners[chunk] == self.number]
+        zeros, own = self.weights.new_zeros(2, self.size), self.chunks_of(self.number)
         self.moments = {chunk: held.get(chunk, zeros) for chunk in own}
         vector_to_parameters(self.weights, self.parameters)
 
@@ -544,13 +546,11 @@ def twin(steps, kept=lambda t: 24, forget=None):
     size = -(-P // CHUNKS)  # rounded up
     for t in range(steps):
         if forget and forget[0] == t:
-            start = 0
-            for param in model.parameters():
-                chunk = (start + torch.arange(param.numel())) // size
-                lost = torch.isin(chunk, torch.tensor(forget[1])).view_as(param)
+            lost = torch.isin(torch.arange(P) // size, torch.tensor(forget[1]))
+            parts = lost.split([param.numel() for param in model.parameters()])
+            for param, part in zip(model.parameters(), parts):
                 for name in ("exp_avg", "exp_avg_sq"):
-                    optimizer.state[param][name][lost] = 0
-                start += param.numel()
+                    optimizer.state[param][name][part.view_as(param)] = 0
         x_BS, y_BS = (whole[: kept(t)] for whole in dp.sample(text, t, 24, 16))
         optimizer.zero_grad()
         F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()).backward()
@@ -585,10 +585,8 @@ def notes(workers, what):
 def proof(results, n):
     """The rows of the table: each scenario beside one process that nothing happened to."""
     calm, right = results["nobody dies"], twin(6)
-    size, element = len(right) // CHUNKS, right.element_size()
-    chunk = 2 * size * element  # bytes of the moments of a chunk
-    c = CHUNKS // n
-    whole = len(right) * element
+    whole, c = right.nbytes, CHUNKS // n  # bytes of the weights; chunks of a rank
+    chunk = 2 * whole // CHUNKS  # bytes of the moments of a chunk
     error = lambda workers, wanted=right: max(
         dp.relative_error(worker["weights"], wanted) for worker in workers.values()
     )
