@@ -11,7 +11,7 @@ own sequences. An all-reduce adds these gradients up, so every rank takes the sa
     all_reduce_gradients    one a tensor      2(n-1)/n · P        P
     all_reduce_flat         one               2(n-1)/n · P        2P: gradients and their copy
     DataParallel            one a bucket      2(n-1)/n · P        P: gradients lie in the buckets
-    ring_all_reduce         2(n-1) messages   2(n-1)/n · P        2P + P/n: and one chunk on its way
+    ring_all_reduce         2(n-1) messages   2(n-1)/n · P        2P + P/n: and an arriving chunk
 
 With m micro-batches in a step, a rank adds up its own gradients first and sends them once.
 
@@ -100,7 +100,7 @@ def loss_share(model, x_bS, y_bS, num_labels):
 @torch.no_grad()
 def broadcast_parameters(module, group):
     """Give every rank of the group the parameters and buffers of its rank 0, in place."""
-    # Q1.2 * Ranks that start apart stay apart, whatever they add up. Which tensors must be equal?
+    # Q1.2 * Ranks that begin with different weights keep different weights. What must be equal?
     #        hint: a step changes parameters; a forward may change more than those
     for tensor in (*module.parameters(), *module.buffers()):
         # broadcast from rank 0 over dp, P in all: every rank now starts from the same model
@@ -321,7 +321,7 @@ def ring_all_reduce(x, group):
     buffer = torch.empty_like(chunks[0])
     # Q1.5 *** In step 0, rank r sends chunk r. Which chunk does it send in each step, and to which
     #          chunk does it add what arrives?
-    #          hint: what you sent last step is where your left neighbour's next one belongs
+    #          hint: the chunk that arrives is the one to which your left neighbour has just added
     for step in range(n - 1):
         outgoing, incoming = chunks[(r - step) % n], chunks[(r - step - 1) % n]
         arriving = buffer[: incoming.numel()]
