@@ -26,6 +26,7 @@ from pathlib import Path
 
 import harness
 import pytest
+import torch
 import torch.distributed as dist
 
 import memory_math
@@ -80,6 +81,8 @@ class Trial:
             return set(), (test, "Died" if died else "Hung", died or stack, "")
         finally:
             self.printed = printed(self.folder.name)
+            noted = Path(self.folder.name, "compared")
+            self.attempt.compared = noted.read_text().split("\n") if noted.exists() else None
             self.stop()
 
     def result(self):
@@ -148,6 +151,26 @@ def watch_prints(attempt, folder):
     sys.breakpointhook = refuse
 
 
+def note_comparisons(folder):
+    """Let torch.allclose and torch.equal write what they compared, where it is not the same."""
+
+    def noting(function):
+        def compares(value, expected, *args, **kwargs):
+            same = function(value, expected, *args, **kwargs)
+            if not same and value.shape == expected.shape:
+                missing = value.isnan().sum().item()
+                nans = f", {missing} of {value.numel()} are nan" if missing else ""
+                gap = (value.double() - expected.double()).nan_to_num().abs().max().item()
+                says = [brief(expected), f"{brief(value)}, off by {gap:.3g}{nans}"]
+                Path(folder, "compared").write_text("\n".join(says))
+            return same
+
+        compares.__name__ = function.__name__
+        return compares
+
+    torch.allclose, torch.equal = noting(torch.allclose), noting(torch.equal)
+
+
 def printed(folder):
     """Rows of what the learner's lines printed."""
     path = Path(folder, "prints")
@@ -199,6 +222,7 @@ def run(attempt, folder, patience, stack):
     """
     for module in [name for name in sys.modules if re.match(r"0\d_|test_|beyond", name)]:
         del sys.modules[module]  # loaded from elsewhere, before the fork
+    note_comparisons(folder)
     on_ranks = harness.on_ranks
     usual = on_ranks.__kwdefaults__["timeout"]  # a test that asks for twice that gets twice ours
     harness.on_ranks = lambda *given, timeout=usual: on_ranks(
@@ -405,7 +429,7 @@ def what_failed(text, rank, attempt):
     if name == "NotImplementedError" and attempt.id in message:
         return "not finished", [line]
     if name in ("AssertionError", "Failed"):
-        return "wrong", [*compared(message, text, who), line]
+        return "wrong", [*compared(message, text, who, attempt.compared), line]
     hangs = re.search(r"[Tt]imed? ?out", message)
     rows = [("hangs" if hangs else "raised", cut(f"{name}: {message}") + who)]
     if numbers and not own:
@@ -423,13 +447,16 @@ def last_exception(text):
     return name.strip().rpartition(".")[2], message or name
 
 
-def compared(message, text, who):
+def compared(message, text, who, noted=None):
     """Rows of a failed assertion: its own words, then what was expected and what was found."""
     says, _, but = message.partition("assert ")
     rows = [("of", cut(says))] if says.strip() else []
     pair = re.findall(r"^ *(expected|found): (.*)", message, flags=re.M)
-    if equal := re.search(r"where False = <built-in method (?:all)?(?:equal|close).*?>\(", but):
+    if noted and re.search(r"where False = <function .*?compares at ", but):
+        pair = [("expected", noted[0]), ("found", noted[1])]
+    elif equal := re.search(r"where False = <.*?(?:equal|allclose).*?>\(", but):
         value, expected, *_ = arguments(but[equal.end() :])
+        expected = "the same values" if expected == "?" else expected  # pytest has cut it
         pair = [("expected", cut(expected)), ("found", cut(value))]
     elif raises := re.search(r"DID NOT RAISE <class '(?:\w+\.)*(\w+)'>", message):
         pair = [("expected", f"a refusal, {raises[1]}"), ("found", "nothing was raised")]

@@ -491,6 +491,14 @@ def test_a_rank_that_never_calls_is_named_in_the_learners_lines():
     assert "all_reduce, which rank 1 waits in" in told["hangs"] or "rank 1 in all_" in told["hangs"]
 
 
+def test_an_answer_without_a_number_says_so_and_where_it_may_come_from():
+    naive = [line.replace("total.masked_fill(total == -math.inf, 0)", "total") for line in
+             BY_ID["Q6.2"].answer]  # fmt: skip
+    state, told = graded("Q6.2", *naive, patience=15)
+    assert state == "wrong" and " are nan" in told["found"] and told["expected"][0] == "["
+    assert "-inf minus -inf, as in a row that sees nothing" in told["nan"]
+
+
 def test_an_answer_is_solved_only_if_the_chapters_proof_holds_with_it(monkeypatch):
     everything = lambda attempt, *_: ({*attempt.ids}, None)
     monkeypatch.setattr(workshop.examiner(), "run", everything)
@@ -531,6 +539,17 @@ def test_a_wrong_answer_beside_right_ones_is_found_and_hides_none():
     assert workshop.hold_together(attempts, 9) == {"Q1.2", "Q1.6"}
     states = [verdict.state for verdict in workshop.grade(attempts, 9)]
     assert states == ["solved", "wrong", "solved"]
+
+
+def test_two_answers_with_a_convention_of_their_own_are_right_as_a_pair():
+    before = "chunks[(r - step) % n], chunks[(r - step - 1) % n]"
+    after = "chunks[(r + 1 - step) % n], chunks[(r - step) % n]"
+    one_on = "chunks[(r - step - 1) % n], chunks[(r - step - 2) % n]"
+    pair = [("Q1.5", before, one_on), ("Q1.6", after, before)]
+    changed = [(id, "\n".join(BY_ID[id].answer).replace(old, new)) for id, old, new in pair]
+    attempts = [tried(id, text.splitlines()) for id, text in changed]
+    assert all(tried.lines != tried.question.answer for tried in attempts)
+    assert workshop.hold_together(attempts, 15) == {"Q1.5", "Q1.6"}
 
 
 def alive(group):
