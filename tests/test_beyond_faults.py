@@ -6,13 +6,30 @@ import re
 import statistics
 
 import pytest
-from harness import ROOT, beyond, refusal, run_script
+import torch.distributed as dist
+from harness import ROOT, beyond, on_ranks, refusal, run_script
 
 faults = beyond("faults")
 question = pytest.mark.question
 
 
-@question("QF.1", "QF.2", "QF.3")
+@question("QF.1")
+def test_a_step_counts_only_if_all_ranks_are_well_and_have_one_gradient():
+    def told(unwell, leaving, joining, digests):
+        r = dist.get_rank()
+        flags = r == unwell, r == leaving, r == joining
+        return faults.commit(*flags, digests[r], dist.group.WORLD)
+
+    for who, digests, expected in [
+        ((None, None, None), [7, 7, 7], (False, False, False)),
+        ((2, None, None), [7, 7, 7], (True, False, False)),
+        ((None, 1, None), [7, 7, 7], (False, True, False)),
+        ((None, None, 0), [7, 7, 7], (False, False, True)),
+        ((None, None, None), [7, 7, -3], (True, False, False)),
+    ]:
+        assert on_ranks(3, told, *who, digests) == [expected] * 3
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_faults_proves_itself(ranks, tmp_path):
     """Every scenario: values beside one process, bytes by formula, sentences, wrong rows."""
