@@ -9,16 +9,15 @@ is a schedule. The same lists are simulated, drawn and run here.
     rank 2        F0 F1 .. B0 F2 B1 F3 B2     I  gradient of the stage's input
     rank 3           F0 B0 F1 B1 F2 B2 F3     W  gradients of the stage's weights
 
-In the picture B takes as long as F. A rank passes the output of F to the rank of the next stage,
-and the gradient of its input to the rank of the stage before. No rank waits for a W.
+This picture draws B as long as F; in truth it takes about twice as long. A rank sends the output of
+F to the rank of the next stage. It sends the gradient of its input to the rank of the stage before.
+It sends nothing after a W, so W may be put off. A rank may hold several stages: its c chunks.
 
-    bubble   idle time of a rank: (n-1)(F+B) for GPipe and for 1F1B. This is (n-1)/m of the time
-             that the rank works, and (n-1)/(m+n-1) of the step. c chunks a rank divide it by c.
-             ZB-H1 leaves a third of it (if F = I = W). ZB-H2 leaves none between a rank's own
-             first and last operation.
+    bubble   idle time of a rank: (n-1)(F+B) with GPipe and with 1F1B, which is (n-1)/(m+n-1) of the
+             step; c chunks divide the bubble by c, and schedules that put off W leave less
     held     activations of m micro-batches with GPipe, of min(m, n-r) on rank r with 1F1B
-    sent     B·S·D elements a micro-batch in each direction, at n-1 boundaries between ranks; at
-             cn-1 with c chunks a rank, at 2(n-1) where the stages go down the ranks and back
+    sent     B·S·D elements for each micro-batch (of B sequences), direction, and boundary between
+             ranks: n-1 boundaries, or cn-1 with chunks
 
     python 04_pp_schedules.py                                    prove all, train with 1f1b
     python 04_pp_schedules.py --schedule zb-h1 --plot zb-h1.png  draw one
@@ -52,8 +51,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.checkpoint import GraphExecGroup
 
 __all__ = [
-    "Op", "SCHEDULES", "placement", "receiver", "simulate", "marginal", "execute",
-    "share_gradients", "gantt",
+    "Op", "SCHEDULES", "placement", "receiver", "simulate", "execute", "share_gradients",
+    "gantt",
 ]  # fmt: skip
 
 
@@ -80,8 +79,8 @@ def gpipe(n, m):
 def one_f_one_b(n, m):
     """Return the lists of 1F1B (PipeDream-Flush, Narayanan et al., arXiv:2006.09503).
 
-    Each backward runs as soon as it can, so that rank r holds min(m, n - r) micro-batches. The
-    bubble is that of GPipe. With n = 4 and m = 6:
+    Each backward runs as soon as it can. A rank then holds fewer micro-batches than with GPipe, at
+    most n - r on rank r. Its bubble is no smaller. With n = 4, m = 6 and F as long as B:
 
                 warm-up    steady                cool-down
         rank 0  F0 F1 F2   F3 B0 F4 B1 F5 B2     B3 B4 B5
@@ -104,7 +103,7 @@ def one_f_one_b(n, m):
     return lists
 
 
-# ── what an operation waits for, and for whom its result is ──────────────────────────────────
+# ── what an operation needs, and who gets its result ─────────────────────────────────────────
 
 # Results have names of their own: ("out", stage, i), the output of a stage's F on micro-batch i;
 # ("grad", stage, i), the gradient of the stage's input; ("dW", stage, i), those of its weights.
@@ -123,8 +122,8 @@ def needs(op, last):
         return [("out", op.stage - 1, op.microbatch)] if op.stage else []
     if op.kind == "W":
         return [("grad", op.stage, op.microbatch)]
-    above = [("grad", op.stage + 1, op.microbatch)] if op.stage < last else []
-    return [("out", op.stage, op.microbatch), *above]
+    later = [("grad", op.stage + 1, op.microbatch)] if op.stage < last else []
+    return [("out", op.stage, op.microbatch), *later]
     # /Q4.3
 
 
@@ -135,8 +134,8 @@ def placement(schedule):
 
 
 def receiver(op, place, last):
-    """Return the (rank, stage) that needs an operation's result: the stage after an F, the stage
-    before an I or B. (None, None) where there is none."""
+    """Return the (rank, stage) that gets an operation's result: the next stage after F, the stage
+    before after I or B; (None, None) if no stage needs it."""
     if op.kind == "W":
         return None, None
     stage = op.stage + (1 if op.kind == "F" else -1)
@@ -217,22 +216,21 @@ def simulate(schedule, costs=(1, 1, 1, 0), kept=1.0):
 
 def check_whole(schedule):
     """Return the last stage of a schedule. Raises ValueError if an operation comes twice or is
-    missing: a micro-batch visits all stages going up, and all going down, and each I has its W."""
-    ops = [(rank, op) for rank, cells in enumerate(schedule) for cell in cells for op in cell]
-    last, seen, place = max(op.stage for _, op in ops), set(), placement(schedule)
-    for rank, op in ops:
+    missing: what one stage does with a micro-batch, all stages do, and each I has its W."""
+    place, seen, split = placement(schedule), set(), set()
+    for rank, op in ((r, op) for r, cells in enumerate(schedule) for cell in cells for op in cell):
         if (home := place[op.direction, op.stage]) != rank:
             raise ValueError(f"rank {rank} has {show(op)[0]}, and rank {home} has its stage")
         if result(op) in seen:
             raise ValueError(f"rank {rank} has {show(op)[0]} a second time")
         seen.add(result(op))
-    ways = {(kind, i) for kind, _, i in seen if kind != "dW"}
-    due = {(kind, stage, i) for kind, i in ways for stage in range(last + 1)}
-    split = {("dW", op.stage, op.microbatch) for _, op in ops if op.kind == "I"}
-    if spare := {key for key in seen if key[0] == "dW"} - split:
-        raise ValueError(f"a W, but no I, for {', '.join(show(*sorted(spare)))}")
-    if missing := (due | split) - seen:
-        raise ValueError(f"no rank has {', '.join(show(*sorted(missing)))}")
+        split |= {("dW", op.stage, op.microbatch)} if op.kind == "I" else set()
+    last = max(place)[1]
+    passes = {(kind, i) for kind, _, i in seen if kind != "dW"}
+    due = split | {(kind, stage, i) for kind, i in passes for stage in range(last + 1)}
+    for fault, keys in ("no rank has", due - seen), ("there is no I for", seen - due):
+        if keys:
+            raise ValueError(f"{fault} {', '.join(show(*sorted(keys)))}")
     return last
 
 
@@ -240,11 +238,9 @@ def check_whole(schedule):
 class Timeline:
     """When each cell ran, by simulation or by the clock.
 
-    cells: Timed, in an order in which they could run one at a time, none waiting for a later one.
-    makespan: from the first start on any rank to the last end on any. span: the longest time from a
-    rank's own first start to its own last end. ideal: the work of the busiest rank. makespan and
-    span each have a bubble: what they have beyond ideal. bubble: that of the span, as a share of
-    the span.
+    cells: Timed, in an order in which a single worker could run them. makespan: from the first
+    start to the last end on any rank. span: the longest time from a rank's own first start to its
+    own last end. ideal: the work of the busiest rank. bubble: the share of span beyond ideal.
     """
 
     cells: list
@@ -281,38 +277,27 @@ class Timeline:
         return [max(level for _, level in self.held(rank)) for rank in range(len(self.ranks))]
 
 
-def marginal(schedule, costs=(1, 1, 1, 0), once=None):
-    """Return the time that a further step adds if each rank enters it as soon as its own list is
-    done, without waiting for the others at the optimizer: the bubble that a long run sees."""
-    m = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
-    again = lambda cell: tuple(op._replace(microbatch=op.microbatch + m) for op in cell)
-    twice = [cells + [again(cell) for cell in cells] for cells in schedule]
-    return simulate(twice, costs).makespan - (once or simulate(schedule, costs)).makespan
-
-
 # ── backward in two parts, for any module ────────────────────────────────────────────────────
 
 # The rank of the stage before waits for the gradient of this stage's input (I). No rank waits for
 # the gradients of the weights (W). autograd computes both in one pass; here it stops halfway.
 #
-#     y = x Wᵀ      I  d_x = d_y W       needed by the layer below, and so by the stage before
+#     y = x Wᵀ      I  d_x = d_y W       needed by the stage before
 #                   W  d_W = d_yᵀ x      needed by the optimizer; keeps x and d_y until then
 #
 # autograd's graph has a node for each operation of forward, with edges to the nodes of its inputs.
-# A node whose edge leads to a weight is a use of this weight. I asks autograd for the gradients of
-# the stage's inputs and for the gradients that flow into each use. autograd skips what nobody asks
-# for, so no product for a weight is computed. W then starts at each use, asks for the edge to the
-# weight alone, and adds the results to .grad in one backward, so that hooks of parameters fire.
+# A node with an edge to a weight is a use of this weight. I asks autograd for the gradients of the
+# stage's inputs and for the gradients that flow into each use. autograd computes only what somebody
+# asks for: no product for a weight. W asks each use for its weight's gradient, and adds all
+# results to .grad in one backward, so that hooks of parameters fire.
 #
-# Gradients of vectors (biases, norms) cost a sum and no product: I computes them, W adds them. The
-# same holds for a tensor that two uses share; for an autograd.Function that does not look at
-# ctx.needs_input_grad, which says what is asked for; and for a use whose output has a hook. Their
-# backward must run once, whole.
+# Some gradients cannot wait, and I computes them whole: those of vectors (they cost no product), of
+# a tensor that two uses share, of an autograd.Function that does not look at ctx.needs_input_grad
+# (where it is told what is asked for), and of a use whose output has a hook, which must run once.
 #
-# Memory: I must keep the graph, but not all that is saved in it. Each saved tensor is put in a box.
-# While I runs, the box of a use keeps its tensor for W, and every other box is emptied once it is
-# read. If the tensor has to be computed first (by a checkpoint, or by 03's second all-gather), the
-# box keeps what was computed: no forward and no collective runs twice.
+# Memory: each tensor that forward saves is put in a box. While I runs, the box of a use keeps its
+# tensor for W, and every other box is emptied once it is read. A tensor that has to be computed
+# first (by a checkpoint, or by 03's second all-gather) is computed once, in I.
 
 # Nodes that only look at a weight, or cast it: the use is the node that reads their output.
 LOOKS = set(
@@ -373,7 +358,7 @@ class SplitBackward:
                 if end is None and child and child not in into:
                     todo.append((child, child.next_functions))
                 elif end and all(end.variable is not x for x in inputs):
-                    reads[end].append((node, (child, number)))
+                    reads[end].append((node, GradientEdge(child, number)))
                 into[child].add(number)
         for end, pairs in reads.items():
             if end.variable._backward_hooks:
@@ -387,15 +372,15 @@ class SplitBackward:
                 for node, edge in pairs:
                     self.uses.setdefault(node, []).append(edge)
             else:
-                now.append((end, 0))
+                now.append(GradientEdge(end, 0))
             # /Q4.4
-        self.arriving = {(node, k): None for node in self.uses for k in into[node]}
+        self.arriving = [GradientEdge(node, k) for node in self.uses for k in into[node]]
         return now
 
     def _ask(self, node, weights):
         """Tell an autograd.Function whether its weights are asked for, or all else."""
         if hasattr(node, "needs_input_grad"):
-            edges = [edge for edge in node.next_functions if edge[0]]
+            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0]]
             asked = iter((edge in self.uses[node]) == weights for edge in edges)
             tensors = self.needed.setdefault(node, node.needs_input_grad)
             node.needs_input_grad = tuple(needed and next(asked) for needed in tensors)
@@ -404,34 +389,31 @@ class SplitBackward:
         """I: return the gradients of `inputs`, None for one that was not used. `outputs` are edges
         into the graph."""
         now = self._find_uses([(edge.node, edge.output_nr) for edge in outputs], inputs)
-        edges = [*now, *self.arriving]
+        wanted, gradients = [*inputs, *now, *self.arriving], []
         for node in self.uses:
             self._ask(node, weights=False)
-        self.keeping, gradients = True, []
+        self.keeping = True
         with self.recomputed:
-            if wanted := [*inputs, *(GradientEdge(*edge) for edge in edges)]:
+            if wanted:
                 gradients = torch.autograd.grad(
                     outputs, wanted, d_outputs, retain_graph=True, allow_unused=True
                 )
-        self.keeping, found = False, dict(zip(edges, gradients[len(inputs) :]))
-        self.arriving = {edge: found[edge] for edge in self.arriving}
-        self.added = {edge: found[edge] for edge in now}
-        return gradients[: len(inputs)]
+        self.keeping, first = False, len(inputs)
+        found = dict(zip(wanted[first:], gradients[first:]))
+        self.added = {edge: found.pop(edge) for edge in now}
+        self.arriving = found
+        return gradients[:first]
 
     def weight_gradients(self):
         """W: compute what was left, and add all gradients of weights to .grad."""
         for node, edges in self.uses.items():
             self._ask(node, weights=True)
-            into = {GradientEdge(*e): d for e, d in self.arriving.items() if e[0] is node}
-            into = {edge: d for edge, d in into.items() if d is not None}
-            wanted = [GradientEdge(*edge) for edge in edges]
+            into = {e: d for e, d in self.arriving.items() if e.node is node and d is not None}
             with self.recomputed:
                 if into:
-                    found = torch.autograd.grad(
-                        [*into], wanted, [*into.values()], allow_unused=True
-                    )
+                    found = torch.autograd.grad([*into], edges, [*into.values()], allow_unused=True)
                     self.added |= zip(edges, found)
-        added = {GradientEdge(*edge): d for edge, d in self.added.items() if d is not None}
+        added = {edge: d for edge, d in self.added.items() if d is not None}
         if added:
             torch.autograd.backward([*added], [*added.values()])
         self.__init__()  # the graph holds the boxes, which hold self: let go of the graph
@@ -529,7 +511,6 @@ class _Worker:
         self.split = {op[1:3] for op in ops if op.kind == "I"}
         self.trained = {op[1:3] for op in ops if op.kind in "IB"}
         self.results, self.losses, self.graphs, self.shapes = {}, {}, {}, {}
-        self.sums = {}  # {parameter: (its .grad, the sum in float32)} of narrow parameters
         self.arriving, self.timed = {}, []  # {result: what to wait for}; the cells so far
 
     def compute(self, cell):
@@ -550,11 +531,9 @@ class _Worker:
         if op.kind == "W":
             self.graphs.pop(at).weight_gradients()
             return ()
-        d_outputs = self.results.pop(("grad", op.stage + 1, op.microbatch), None)
+        d_outputs = self.results.pop(("grad", op.stage + 1, op.microbatch))
         inputs, edges, split = self.graphs.pop(at)
-        if d_outputs is None and edges:  # the loss itself
-            d_outputs = [torch.ones_like(self.losses[op.microbatch])]
-        pairs = [(edge, d) for edge, d in zip(edges, d_outputs or ()) if edge]
+        pairs = [(edge, d) for edge, d in zip(edges, d_outputs) if edge]
         if split:
             d_inputs = split.input_gradients(*map(list, zip(*pairs)), inputs) if pairs else ()
             self.graphs[at] = split
@@ -582,6 +561,7 @@ class _Worker:
             ]
         if op.stage == self.last:
             self.losses[op.microbatch] = y.detach()
+            self.results["grad", op.stage + 1, op.microbatch] = [torch.ones_like(y)]
         return tuple(y.detach() for y in outputs)
 
     def room(self, key, stage):
@@ -592,27 +572,30 @@ class _Worker:
             return tuple(torch.empty_like(x) for x in tensors(room))
         return tuple(torch.empty(s, dtype=d, device=where) for s, d, where in self.shapes.pop(key))
 
-    def add_up(self, stage, finished):
-        """Move each .grad of a narrow dtype into a sum in float32; once finished, back."""
-        for param in self.stages[stage].parameters():
-            narrow = torch.finfo(param.grad_dtype or param.dtype).bits < 32
-            if narrow and (param.grad is not None or param in self.sums):
-                new, (grad, total) = param.grad, self.sums.pop(param, (param.grad, 0.0))
-                total = total if new is None else total + new.float()
-                if finished:
-                    param.grad = grad.copy_(total)
-                else:
-                    param.grad, self.sums[param] = None, (grad, total)
+
+@contextmanager
+def summed_in_32_bits(stages):
+    """Let gradients of 16-bit parameters add up in 32 bits inside, and round them at the end."""
+    params = {p for stage in stages.values() for p in stage.parameters() if p.requires_grad}
+    narrow = [p for p in params if torch.finfo(p.grad_dtype or p.dtype).bits < 32]
+    before = [(p, p.grad, p.grad_dtype) for p in narrow]
+    for p, grad, _ in before:
+        p.grad, p.grad_dtype = None, torch.float32
+        p.grad = None if grad is None else grad.float()
+    yield
+    for p, grad, dtype in before:
+        total, p.grad, p.grad_dtype = p.grad, None, dtype
+        if total is not None:
+            p.grad = total.to(dtype) if grad is None else grad.copy_(total)
 
 
-# Why no schedule deadlocks in execute(): every rank walks one and the same list of all cells, in an
-# order in which they could run one at a time, and posts a cell's messages when it passes the cell.
-# The first cell that is not done never waits for one behind it, even if every send and every
-# receive blocked. Any two ranks post the messages between them in the same order, which is all that
-# NCCL goes by (it ignores tags).
+# No schedule deadlocks in execute(). Every rank walks the same list of all cells, in which no cell
+# needs a later one, and posts a cell's messages when it passes the cell. So the first cell that is
+# not done can always be done, even if each send and receive blocked. Two ranks post the messages
+# between them in the same order. NCCL goes by this order alone: it ignores tags.
 
 
-def execute(schedule, stages, microbatches, group, last_backward=None):
+def execute(schedule, stages, microbatches, group):
     """Run a schedule on the ranks of `group`, one list each, and add up gradients in .grad.
 
     Args:
@@ -623,47 +606,40 @@ def execute(schedule, stages, microbatches, group, last_backward=None):
             last returns its scalar loss. module.boundary(microbatch) returns one or several empty
             tensors of the shape, dtype and device of x.
         microbatches: a sequence; its i-th is what modules get for micro-batch i.
-        last_backward: called with a stage once its last gradient of this step is complete. A
-            stage's data-parallel reduction starts here, once a step.
-    Micro-batches of parameters in 16 bits are summed in 32. Returns {micro-batch: loss}, empty
-    where the last stage is not, and this rank's cells as Timed, in seconds of this machine's clock
-    (on a GPU, of launching them). Raises ValueError, Disagreement.
+    Returns {micro-batch: loss}, empty where the last stage is not, and this rank's cells as Timed,
+    in seconds of this machine's clock (on a GPU, of launching them). Raises ValueError,
+    Disagreement.
     """
     me, place = dist.get_rank(group), placement(schedule)
-    rooms = agreed_rooms(schedule, stages, microbatches, group)
+    rooms = meet(schedule, stages, microbatches, group)
     worker, leaving = _Worker(schedule, stages, microbatches), deque()
-    final = {op.stage: op for cell in schedule[me] for op in cell if op.kind != "F"}.values()
-    for cell in simulate(schedule).cells:
-        outputs = worker.compute(cell) if cell.rank == me else [()] * len(cell.ops)
-        for op, output in zip(cell.ops, outputs):
-            (to, stage), key = receiver(op, place, worker.last), result(op)
-            if cell.rank == me and op.kind == "F" and to is not None:
-                check_fits(op, output, rooms[stage, op.microbatch])
-            # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if for
-            #          any. What does this rank do?
-            #          hint: it may be the one, the other, both or neither
-            if cell.rank == me == to:
-                worker.results[key] = output
-            elif cell.rank == me and to is not None:
-                # isend to the neighbouring stage, B·S·D: both ends post it at this cell
-                sent = [y.contiguous() for y in output]
-                leaving.extend((dist.isend(y, group=group, group_dst=to), y) for y in sent)
-            elif to == me:
-                worker.results[key] = room = worker.room(key, stage)
-                # irecv, B·S·D: posted while the sender computes, awaited where it is first used
-                works = [dist.irecv(y, group=group, group_src=cell.rank) for y in room]
-                worker.arriving[key] = works
-            # /Q4.6
-        outputs = output = sent = room = works = None  # a name would keep its tensor
-        while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
-            leaving.popleft()[0].wait()
-        for op in cell.ops if cell.rank == me else ():
-            if op.kind != "F":
-                worker.add_up(op.stage, op in final)
-            if last_backward and op in final:
-                last_backward(op.stage)
-    for work, _ in leaving:
-        work.wait()
+    with summed_in_32_bits(stages):
+        for cell in simulate(schedule).cells:
+            outputs = worker.compute(cell) if cell.rank == me else [()] * len(cell.ops)
+            for op, output in zip(cell.ops, outputs):
+                (to, stage), key = receiver(op, place, worker.last), result(op)
+                if cell.rank == me and op.kind == "F" and to is not None:
+                    check_fits(op, output, rooms[stage, op.microbatch][to])
+                # Q4.6 *** The result of op, computed on cell.rank, is for `stage` on rank `to`, if
+                #          for any. What does this rank do?
+                #          hint: it may be the one, the other, both or neither
+                if cell.rank == me == to:
+                    worker.results[key] = output
+                elif cell.rank == me and to is not None:
+                    # isend to the neighbouring stage, B·S·D: both ends post it at this cell
+                    sent = [y.contiguous() for y in output]
+                    leaving.extend((dist.isend(y, group=group, group_dst=to), y) for y in sent)
+                elif to == me:
+                    worker.results[key] = room = worker.room(key, stage)
+                    # irecv, B·S·D: posted while the sender computes, awaited where first used
+                    works = [dist.irecv(y, group=group, group_src=cell.rank) for y in room]
+                    worker.arriving[key] = works
+                # /Q4.6
+            outputs = output = sent = room = works = None  # a name would keep its tensor
+            while len(leaving) > 2:  # what is sent is freed: backward starts from the graph's edge
+                leaving.popleft()[0].wait()
+        for work, _ in leaving:
+            work.wait()
     return worker.losses, worker.timed
 
 
@@ -676,9 +652,9 @@ def spell(words, tracks):
     several tracks; "&" fuses two operations into a cell.
 
     tracks: {letter: (forwards, backwards)}, each a list of (stage, micro-batch[, direction]) in
-    their order. A word that finds nothing left to do is skipped, so the words may ask for too much:
-    "F F F " + "F B " * m is 1F1B on rank 0 of 4 ranks, for any m, its cool-down included. A list
-    says "W", of any track, or "Wa" and "Wb", but not both: each takes from a queue of its own.
+    their order. A word that finds nothing left to do is skipped, so that words may ask for too
+    much: "F F F " + "F B " * m is 1F1B on rank 0 of 4 ranks, its cool-down included. A list says
+    "W", of any track, or "Wa" and "Wb", but not both: each takes from a queue of its own.
     """
     todo, cells = defaultdict(deque), []
     for letter, (forwards, backwards) in tracks.items():
@@ -866,119 +842,79 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-# bubble without comm, the most held on each rank, results sent, and of what the bubble is a part
-Form = namedtuple("Form", "bubble peaks messages of")
-
-
-def closed_form(name, n, m, c=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
-    """Return the Form of a schedule; bubble and peaks are None where the formulas are not exact.
-    DualPipe's F&B takes F + B: nothing is gained by the overlap."""
-    (F, I, W, comm), g = costs, group_size(n, m, g)
-    B, even, cheap = I + W, F == I == W, W <= min(F, I)
-    one, loop, vee = n - 1, c * n - 1, 2 * (n - 1)  # boundaries that a micro-batch passes
-    bubble, peak, boundaries, exact = {  # a peak is a function of w = n - r, 1F1B's, and r
-        "gpipe": (one * (F + B), lambda w, r: m, one, True),
-        "1f1b": (one * (F + B), lambda w, r: min(m, w), one, True),
-        "eager-1f1b": (one * (F + B), lambda w, r: min(m, 2 * w - 1), one, True),
-        "interleaved": (one * (F + B) / c, lambda w, r: min(m, (2 * w - 1 + (c - 1) * g) / c),
-                        loop, m >= n),
-        "looped-bfs": (one * (F + B) / c, lambda w, r: m, loop, m >= n),
-        "zb-h1": (one * (F + I - W), lambda w, r: w + r * kept, one, m >= n and cheap),
-        "zb-h2": (one * (F + I - 2 * W), lambda w, r: 2 * w - 1 + 2 * r * kept, one,
-                  m >= 2 * n - 1 and cheap),
-        "zb-auto": (0, lambda w, r: 2 * n - 1, one, even and kept == 1 and m >= 2 * n - 1
-                    and limit in (None, 2 * n - 1)),
-        "zb-v": (0, lambda w, r: n, vee, even and m >= 2 * n),
-        "interleaved-zb": (one * (F + I - W) / c, lambda w, r: (w + (c - 1) * g + r * kept) / c,
-                           loop, m >= n and cheap),
-        "dualpipev": (one * (F + 2 * B - 3 * W) / 2, lambda w, r: n + 1 / 2, vee,
-                      even and m >= 2 * n),
-        "dualpipe": ((n / 2 - 1) * (F + 2 * B - 3 * W), lambda w, r: n + 1, one,
-                     even and m >= 2 * n and m % 2 == 0),
-    }[name]  # fmt: skip
-    form = Form(bubble, [peak(n - r, r) for r in range(n)], 2 * m * boundaries if n > 1 else 0,
-                "span" if name in ("zb-h2", "zb-auto", "zb-v") else "makespan")  # fmt: skip
-    return form if exact and not comm else form._replace(bubble=None, peaks=None)
-
-
 # ── what a library adds: agreement, shared weights, pictures ─────────────────────────────────
 
 _all_gather = dist.all_gather  # torch's own: what is agreed upon is no part of a step's ledger
 
 
-def agreed(schedule, own, stages, group):
-    """Return every rank's `own`, by rank, after all ranks have shown the same lists. Asked once for
-    the same lists, modules and `own`. Raises Disagreement."""
-    known = vars(stages[min(stages)]).setdefault("_agreed", {})
-    key = group.group_name, tuple(map(tuple, schedule)), own
-    if key not in known:
-        lists = [(r, i, cell) for r, cells in enumerate(schedule) for i, cell in enumerate(cells)]
-        lines = [f"{'&'.join(show(*cell))} at place {i} of list {r}" for r, i, cell in lists]
+def describe(values):
+    """Return the shapes and dtypes of tensors as text."""
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in values)
+
+
+def meet(schedule, stages, microbatches, group):
+    """Compare the lists of all ranks, and return {what: {rank: description}} of what ranks have of
+    their own. What arrives at a stage is under (stage, micro-batch), a parameter under its name.
+    Ranks meet once for the same things. Raises ValueError, Disagreement."""
+    n, me, m = dist.get_world_size(group), dist.get_rank(group), len(microbatches)
+    if len(schedule) != n:
+        raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
+    lists = [(r, k, ops) for r, cells in enumerate(schedule) for k, ops in enumerate(cells)]
+    ops = [(r, k, op) for r, k, cell in lists for op in cell]
+    if (count := 1 + max(op.microbatch for *_, op in ops)) != m:
+        raise ValueError(f"the schedule has {count} micro-batches, and {m} are given")
+    if missing := {op.stage for r, _, op in ops if r == me} - {*stages}:
+        raise ValueError(f"the schedule places stages {missing} on rank {me}, which lacks them")
+    lines, own = [f"{show(op)[0]} at place {k} of list {r}" for r, k, op in ops], {}
+    for stage, module in sorted(stages.items()):
+        named = module.named_parameters()
+        own |= {name: describe([param]) for name, param in named if param.requires_grad}
+        for i, microbatch in enumerate(microbatches):
+            own[stage, i] = describe(tensors(module.boundary(microbatch)))
+    holder, key = stages[min(stages)], (group.group_name, lines, own)
+    if getattr(holder, "_met", [None])[0] != key:
         with patch.object(dist.distributed_c10d, "all_gather", _all_gather):
             agree(lines, group)
-            everybody = [None] * dist.get_world_size(group)
+            everybody = [None] * n
             # all_gather_object over the group: what each rank has
             dist.all_gather_object(everybody, own, group=group)
-        known[key] = everybody
-    return known[key]
-
-
-def agreed_rooms(schedule, stages, microbatches, group):
-    """Return {(stage, micro-batch): [(shape, dtype) of each tensor that arrives there]}, after all
-    ranks agreed on the lists. Raises ValueError, Disagreement."""
-    m, me = len(microbatches), dist.get_rank(group)
-    if len(schedule) != (n := dist.get_world_size(group)):
-        raise ValueError(f"a schedule of {len(schedule)} ranks cannot run on {n}")
-    count = 1 + max(op.microbatch for cells in schedule for cell in cells for op in cell)
-    if count != m:
-        raise ValueError(f"the schedule has {count} micro-batches, and {m} are given")
-    missing = {s for (_, s), rank in placement(schedule).items() if rank == me} - {*stages}
-    if missing:
-        raise ValueError(f"the schedule places stages {missing} on rank {me}, which lacks them")
-    kind = lambda room: tuple((t.shape, t.dtype) for t in tensors(room))
-    rooms = tuple(
-        (stage, i, kind(module.boundary(microbatches[i])))
-        for stage, module in sorted(stages.items()) for i in range(m)
-    )  # fmt: skip
-    everybody = agreed(schedule, rooms, stages, group)
-    return {(stage, i): list(room) for rooms in everybody for stage, i, room in rooms}
+        table = defaultdict(dict)
+        for rank, things in enumerate(everybody):
+            for what, text in things.items():
+                table[what][rank] = text
+        holder._met = key, table
+    return holder._met[1]
 
 
 def check_fits(op, output, room):
     """Raise ValueError unless a stage's output is what the next one has room for."""
-    if (shapes := [(y.shape, y.dtype) for y in output]) != room:
-        text = lambda kind: ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in kind)
-        raise ValueError(f"{show(op)[0]} returns {text(shapes)}, and boundary() of stage "
-                         f"{op.stage + 1} makes room for {text(room)}")  # fmt: skip
+    if (found := describe(output)) != room:
+        raise ValueError(f"{show(op)[0]} returns {found}, and boundary() of stage {op.stage + 1} "
+                         f"makes room for {room}")  # fmt: skip
 
 
 def share_gradients(schedule, stages, group):
-    """Add up the gradients of weights that several ranks hold: a name that stands on several ranks
-    is one parameter (both ends of a tied embedding, or DualPipe's two copies of everything). Where
-    one rank has both ends, autograd has done it.
+    """Add up the gradients of weights that several ranks hold: a name on several ranks is one
+    parameter (both ends of a tied embedding, or DualPipe's two copies of everything).
 
-    Call it once a step, after the last execute(). A second call for the same gradients changes
-    nothing. Raises ValueError where gradients have been added to since, or copies differ in shape.
+    Call it once a step, after the last execute(), in which ranks have met. A second call for the
+    same gradients changes nothing. Raises ValueError where gradients have been added to since, or
+    copies differ in shape.
     """
-    me, params = dist.get_rank(group), {}
+    me, params, parts, calls = dist.get_rank(group), {}, {}, []
     for _, module in sorted(stages.items()):
         params |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-    own = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in params.items())
-    holders = defaultdict(dict)  # {name: {rank: (name, shape, dtype)}}
-    for rank, everything in enumerate(agreed(schedule, own, stages, group)):
-        for about in everything:
-            holders[about[0]][rank] = about
-    parts, calls = {}, []
-    for name in sorted(name for name in params if len(holders[name]) > 1):
-        if len({*holders[name].values()}) > 1:
-            raise ValueError(f"{name} stands on several ranks and differs: {holders[name]}")
+    table = stages[min(stages)]._met[1]
+    for name in sorted(name for name in params if len(table[name]) > 1):
+        if len({*table[name].values()}) > 1:
+            raise ValueError(f"{name} stands on several ranks and differs: {table[name]}")
         grad = params[name].grad
         if (seen := getattr(grad, "shared_at", None)) == grad._version:
             return
         if seen is not None:
             raise ValueError(f"the gradient of {name} was added up already, and changed since: "
                              "call share_gradients once, after a step's last execute")  # fmt: skip
-        parts[name] = {r: grad if r == me else torch.empty_like(grad) for r in holders[name]}
+        parts[name] = {r: grad if r == me else torch.empty_like(grad) for r in table[name]}
         for r in {*parts[name]} - {me}:
             calls += [(dist.isend, grad, r), (dist.irecv, parts[name][r], r)]
     calls = [dist.P2POp(call, part, group=group, group_peer=r) for call, part, r in calls]
@@ -1022,6 +958,7 @@ def sketch(timeline, width=160):
 
 import weakref
 
+FOLDED = "zb-v", "dualpipev"  # their boundary in the middle lies within a rank
 KEPT = 5 / 9  # of what a Block saves, the part that lives on from I to W
 
 
@@ -1104,9 +1041,10 @@ def proof(args, group, device):
     B_S_D = batch[0][0].numel() * 16 * 8
     for name, schedule in schedules(args, n).items():
         error, sent, held = check(schedule, layers, batch, group)
-        crossings = closed_form(name, n, m, c).messages
+        boundaries = 2 * (n - 1) if name in FOLDED else max(placement(schedule))[1]
         peak = simulate(schedule, kept=KEPT).peak[dist.get_rank(group)]
-        yield Row(name, error, (sent, crossings * B_S_D), (held, peak * layers / n * 9 * B_S_D))
+        formula = 2 * m * boundaries * B_S_D if n > 1 else 0
+        yield Row(name, error, (sent, formula), (held, peak * layers / n * 9 * B_S_D))
     if n == 1 or m == 1:
         return
     whole, apart = (twin_gradients(layers, batch, tied)[0] for tied in (True, False))
@@ -1145,28 +1083,22 @@ def schedules(args, n):
     return made
 
 
-COLUMNS = """\
-                time    idle   idle,     idle,  idle in   closed  further    held    held   results
-                of a    of a   % of      % of    a rank   form of  step's   micro-  closed   passed
-schedule        step    step   step      work   by itself   idle     time  batches    form     on"""
-
-
-def report(args, n, made, timelines, out=print):
-    """Print the table of predictions: what is simulated, and its closed form where exact."""
-    m, costs = args.micro_batches, tuple(args.costs)
-    out(f"{n} ranks, {m} micro-batches, times (F, I, W, message) {costs}. Idle: beyond the work of")
-    out("the busiest rank; in a rank by itself: between its first and its last operation, and its")
-    out("closed form has a *. Further step: begun by a rank when its own list is done.\n")
-    out(COLUMNS)
-    for name, t in timelines.items():
-        form = closed_form(name, n, m, args.chunks or 2, args.group, args.limit, costs)
-        idle, exact, held = t.makespan - t.ideal, "--", "--"
-        if form.peaks:
-            exact = f"{form.bubble:.4g}" + (" *" if form.of == "span" else "  ")
-            held = f"{max(form.peaks):.4g}"
-        out(f"{name:14}{t.makespan:6.5g}{idle:8.4g}{idle / t.makespan:7.1%}{idle / t.ideal:10.1%}"
-            f"{t.span - t.ideal:11.4g}{exact:>9}{marginal(made[name], costs, t):8.5g}"
-            f"{max(t.peak):9.4g}{held:>8}{t.messages:9}")  # fmt: skip
+def predict(args, n, say):
+    """Print the chosen schedule, and what is simulated of it, or of all. Return {name: schedule}
+    and {name: Timeline}."""
+    made, name = schedules(args, n), args.schedule or "1f1b"
+    timelines = {key: simulate(made[key], args.costs) for key in made}
+    say(f"{name}\n{sketch(timelines[name]) or '(too wide to draw here)'}\n")
+    say(f"the list of rank 0, with its messages (<: from, >: to)\n{messages(made[name], 0)}\n")
+    say(f"{n} ranks, {args.micro_batches} micro-batches, times (F, I, W, message) {args.costs}.")
+    say("idle: a step beyond the work of the busiest rank, and its share of the step; in a rank:")
+    say("between its own first and last operation; held: micro-batches; passed: results sent\n")
+    say(f"{'schedule':14}{'step':>8}{'idle':>8}{'share':>8}{'in a rank':>11}{'held':>8}  passed")
+    for key, t in timelines.items():
+        idle, inside = t.makespan - t.ideal, t.span - t.ideal
+        say(f"{key:14}{t.makespan:8.5g}{idle:8.4g}{idle / t.makespan:8.1%}{inside:11.4g}"
+            f"{max(t.peak):8.4g}{t.messages:8}")  # fmt: skip
+    return made, timelines
 
 
 def train_step(schedule, stages, optimizer, x_BS, y_BS, m, group):
@@ -1202,12 +1134,8 @@ def main(args, device):
     """Predict, prove, then draw or train; 0 if everything is as claimed."""
     group, name = dist.group.WORLD, args.schedule or "1f1b"
     n = dist.get_world_size(group)
-    made = schedules(args, n)
-    timelines = {key: simulate(made[key], args.costs) for key in made}
     say(f"04 pipeline schedules · {n} ranks · {dist.get_backend()} · {device.type}\n")
-    say(f"{name}\n{sketch(timelines[name]) or '(too wide to draw here)'}\n")
-    say(f"the list of rank 0, with its messages (<: from, >: to)\n{messages(made[name], 0)}\n")
-    report(args, n, made, timelines, say)
+    made, timelines = predict(args, n, say)
     say("\nsent: by all ranks; held: the most bytes saved in this rank's blocks, and as simulated")
     broken = prove(list(proof(args, group, device)), device)
     if args.plot and dist.get_rank(group) == 0:
@@ -1215,20 +1143,6 @@ def main(args, device):
     if not args.plot:
         train(args, name, made[name], group, device)
     return broken
-
-
-def predict(args):
-    """Answer --list and --simulate, which need no ranks."""
-    if args.list:
-        for name, make in SCHEDULES.items():
-            print(f"{name}\n    " + inspect.getdoc(make).replace("\n", "\n    "))
-        return
-    validate(args, args.ranks)
-    made = schedules(args, args.ranks)
-    timelines = {name: simulate(made[name], args.costs) for name in made}
-    for name, timeline in timelines.items():
-        print(f"{name}\n{sketch(timeline) or '(too wide to draw here)'}\n")
-    report(args, args.ranks, made, timelines)
 
 
 def validate(args, ranks):
@@ -1573,9 +1487,14 @@ if __name__ == "__main__":
     add("--simulate", action="store_true", help="predict, and start no ranks")
     add("--list", action="store_true", help="the schedules, each with its source")
     args = parser.parse_args()
-    if not (args.simulate or args.list):
+    if args.list:
+        for name, make in SCHEDULES.items():
+            print(f"{name}\n    " + inspect.getdoc(make).replace("\n", "\n    "))
+    elif args.simulate:
+        try:
+            validate(args, args.ranks)
+            predict(args, args.ranks, print)
+        except ValueError as refused:
+            sys.exit(print(refused, file=sys.stderr) or 2)
+    else:
         launch(main, args, validate)
-    try:
-        predict(args)
-    except ValueError as refused:
-        sys.exit(print(refused, file=sys.stderr) or 2)

@@ -10,7 +10,7 @@ import runpy
 import sys
 import time
 import weakref
-from collections import Counter
+from collections import Counter, namedtuple
 from unittest.mock import patch
 
 import pytest
@@ -177,6 +177,41 @@ def test_each_stage_runs_each_micro_batch_once_up_and_once_down(name):
                     assert kinds in ("FB", "FIW"), (p, m, stage, i, kinds)
 
 
+# bubble without comm, the most held on each rank, results sent, and of what the bubble is a part
+Form = namedtuple("Form", "bubble peaks messages of")
+
+
+def closed_form(name, n, m, c=2, g=None, limit=None, costs=(1, 1, 1, 0), kept=1.0):
+    """Return the Form of a schedule; bubble and peaks are None where the formulas are not exact.
+    DualPipe's F&B takes F + B: nothing is gained by the overlap."""
+    (F, I, W, comm), g = costs, pp.group_size(n, m, g)
+    B, even, cheap = I + W, F == I == W, W <= min(F, I)
+    one, loop, vee = n - 1, c * n - 1, 2 * (n - 1)  # boundaries that a micro-batch passes
+    bubble, peak, boundaries, exact = {  # a peak is a function of w = n - r, 1F1B's, and r
+        "gpipe": (one * (F + B), lambda w, r: m, one, True),
+        "1f1b": (one * (F + B), lambda w, r: min(m, w), one, True),
+        "eager-1f1b": (one * (F + B), lambda w, r: min(m, 2 * w - 1), one, True),
+        "interleaved": (one * (F + B) / c, lambda w, r: min(m, (2 * w - 1 + (c - 1) * g) / c),
+                        loop, m >= n),
+        "looped-bfs": (one * (F + B) / c, lambda w, r: m, loop, m >= n),
+        "zb-h1": (one * (F + I - W), lambda w, r: w + r * kept, one, m >= n and cheap),
+        "zb-h2": (one * (F + I - 2 * W), lambda w, r: 2 * w - 1 + 2 * r * kept, one,
+                  m >= 2 * n - 1 and cheap),
+        "zb-auto": (0, lambda w, r: 2 * n - 1, one, even and kept == 1 and m >= 2 * n - 1
+                    and limit in (None, 2 * n - 1)),
+        "zb-v": (0, lambda w, r: n, vee, even and m >= 2 * n),
+        "interleaved-zb": (one * (F + I - W) / c, lambda w, r: (w + (c - 1) * g + r * kept) / c,
+                           loop, m >= n and cheap),
+        "dualpipev": (one * (F + 2 * B - 3 * W) / 2, lambda w, r: n + 1 / 2, vee,
+                      even and m >= 2 * n),
+        "dualpipe": ((n / 2 - 1) * (F + 2 * B - 3 * W), lambda w, r: n + 1, one,
+                     even and m >= 2 * n and m % 2 == 0),
+    }[name]  # fmt: skip
+    form = Form(bubble, [peak(n - r, r) for r in range(n)], 2 * m * boundaries if n > 1 else 0,
+                "span" if name in ("zb-h2", "zb-auto", "zb-v") else "makespan")  # fmt: skip
+    return form if exact and not comm else form._replace(bubble=None, peaks=None)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
     exact = 0
@@ -187,7 +222,7 @@ def test_closed_forms_equal_the_simulation_where_they_are_exact(name):
             for costs in every:
                 t = simulate(schedule, costs)
                 for kept in (1, 0.5):
-                    form = pp.closed_form(name, p, m, costs=costs, kept=kept)
+                    form = closed_form(name, p, m, costs=costs, kept=kept)
                     assert t.messages == form.messages
                     if form.peaks:
                         exact += 1
@@ -216,12 +251,6 @@ def test_latency_costs_what_it_must():
     for p in (2, 4, 8):
         t, late = (simulate(SCHEDULES["zb-h1"](p, 4 * p), (1, 1, 1, c)).span for c in (0, 0.25))
         assert late - t == pytest.approx(4 * (p - 1) * 0.25)
-
-
-def test_what_a_further_step_costs():
-    wanted = {"zb-h2": 24, "zb-v": 24, "zb-auto": 24, "zb-h1": 27, "interleaved": 28.5, "gpipe": 33,
-              "1f1b": 33, "dualpipev": 27, "interleaved-zb": 25.5}  # fmt: skip
-    assert {name: pp.marginal(SCHEDULES[name](4, 8)) for name in wanted} == wanted
 
 
 @question("Q4.2")
@@ -273,6 +302,10 @@ def test_lists_that_cannot_be_run_are_refused():
         simulate([good[0][:1], good[1]])
     with pytest.raises(ValueError, match="no rank has dW1.0"):
         simulate([good[0], [F(1, 0), (Op("I", 1, 0),)]])
+    with pytest.raises(ValueError, match="there is no I for dW0.0"):
+        simulate([good[0] + [(Op("W", 0, 0),)], good[1]])
+    with pytest.raises(ValueError, match="rank 0 has B0.0, and rank 1 has its stage"):
+        simulate([good[0][::-1], [F(0, 1)] + good[1]])
     with pytest.raises(ValueError, match="each must be 0 or more"):
         simulate(good, (1, 1, -1, 0))
     fused = [[(Op("F", 0, 0), Op("B", 0, 0))]]
@@ -282,7 +315,7 @@ def test_lists_that_cannot_be_run_are_refused():
 
 def test_the_bubbles_of_deepseeks_table_by_its_own_letters():
     """pp-10: there, B is the whole backward; p = 8, F = W = 1, B = 2, F&B = 3."""
-    ours = {name: pp.closed_form(name, 8, 16).bubble for name in ("1f1b", "zb-h1", "dualpipe")}
+    ours = {name: closed_form(name, 8, 16).bubble for name in ("1f1b", "zb-h1", "dualpipe")}
     assert ours == {"1f1b": 7 * (1 + 2), "zb-h1": 7 * (1 + 2 - 2 * 1), "dualpipe": 3 * (3 + 2 - 3)}
     for name, bubble in ours.items():
         t = simulate(SCHEDULES[name](8, 16))
@@ -358,7 +391,7 @@ def proofs(cases):
         with patch.multiple(pp, **known):
             error, sent, held = pp.check(schedule, 2 * p, batch, world())
         unit = batch[0][0].numel() * 16 * 8
-        form = pp.closed_form(name, p, m, kept=pp.KEPT)
+        form = closed_form(name, p, m, kept=pp.KEPT)
         wanted = [form.messages * unit, t.peak[me] * 2 * 9 * unit]
         formula = form.peaks[me] * 2 * 9 * unit if form.peaks else None
         rows.append((name, m, error, [sent, held], wanted, formula))
@@ -803,34 +836,15 @@ def test_layers_of_other_chapters_split_and_no_collective_runs_twice():
         assert found["experts"][2][0] >= 5  # four matrices of two experts, and the router's
 
 
-def callbacks(name):
-    """(stage, whether its gradients were final) for each call of last_backward."""
-    schedule, calls = SCHEDULES[name](2, 4), []
-    stages, batch = here(schedule, 4), pp.proof_batch(4, CPU)
-    copies = lambda s: [q.grad.clone() for q in stages[s].blocks.parameters()]
-    note = lambda stage: calls.append((stage, copies(stage)))
-    pp.execute(schedule, stages, batch, world(), last_backward=note)
-    return [(s, all(map(torch.equal, then, copies(s)))) for s, then in calls], sorted(stages)
-
-
-def test_last_backward_is_called_once_a_stage_and_not_before_its_last_gradient():
-    names = "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"
-    for answers in on_ranks(2, lambda: [callbacks(name) for name in names]):
-        for name, (calls, stages) in zip(names, answers):
-            assert sorted(stage for stage, _ in calls) == stages, name
-            assert all(final for _, final in calls), name
-
-
 def validation():
     batch, p = pp.proof_batch(3, CPU), dist.get_world_size()
     up = lambda cells: [cell for cell in cells if cell[0].kind == "F"]
     schedule = [up(cells) for cells in SCHEDULES["zb-v"](p, 3)]
     stages = here(schedule, 2 * p)
     scale = pp.Scale([block for stage in stages.values() for block in stage.blocks.values()])
-    called = []
-    losses, _ = pp.execute(schedule, stages, batch, world(), last_backward=called.append)
+    losses, _ = pp.execute(schedule, stages, batch, world())
     grads = [q.grad for _, q in named(stages)]
-    return sum(losses.values(), torch.zeros(())).item(), len(losses), scale.peak, called, grads
+    return sum(losses.values(), torch.zeros(())).item(), len(losses), scale.peak, grads
 
 
 def test_lists_of_only_forwards_validate():
@@ -838,8 +852,8 @@ def test_lists_of_only_forwards_validate():
     answers = on_ranks(2, validation)
     assert answers[0][0] == pytest.approx(loss.item(), rel=1e-12)
     assert [answer[1] for answer in answers] == [3, 0]
-    for _, _, saved, called, grads in answers:
-        assert saved == 0 and not called and set(grads) == {None}
+    for _, _, saved, grads in answers:
+        assert saved == 0 and set(grads) == {None}
 
 
 def alive_outputs():
@@ -1003,7 +1017,7 @@ def test_a_fused_cell_is_replayed_at_the_time_it_took():
 
 
 def test_the_table_of_predictions_row_by_row(capsys):
-    wanted = {"1f1b": "33 9 27.3% 37.5% 9 9 33 4 4 48", "zb-h2": "27 3 11.1% 12.5% 0 0 * 24 7 7 48"}
+    wanted = {"1f1b": "33 9 27.3% 9 4 48", "zb-h2": "27 3 11.1% 0 7 48"}
     for name, row in wanted.items():
         assert command_line("--simulate", "--schedule", name) == 0
         assert capsys.readouterr().out.splitlines()[-1].split() == [name, *row.split()]
