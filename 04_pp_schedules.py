@@ -58,8 +58,8 @@ __all__ = [
 
 # ── two schedules by hand ────────────────────────────────────────────────────────────────────
 
-# An operation of a list. A cell of a list is a tuple of operations that run without a pause in
-# between: one operation, or two that are fused (only DualPipe has these).
+# An operation of a list. A list consists of cells. A cell is a tuple of operations that a rank runs
+# without a pause: one operation, or two that are fused (only DualPipe fuses).
 Op = namedtuple("Op", "kind stage microbatch direction", defaults=(0,))
 
 
@@ -105,8 +105,8 @@ def one_f_one_b(n, m):
 
 # ── what an operation needs, and who gets its result ─────────────────────────────────────────
 
-# Results have names of their own: ("out", stage, i), the output of a stage's F on micro-batch i;
-# ("grad", stage, i), the gradient of the stage's input; ("dW", stage, i), those of its weights.
+# Each result has a name: ("out", stage, i) is the output of a stage's F on micro-batch i, and
+# ("grad", stage, i) the gradient of its input. ("dW", stage, i) is the gradients of its weights.
 
 
 def result(op):
@@ -259,8 +259,8 @@ class Timeline:
         self.bubble = 1 - self.ideal / self.span if self.span else 0.0
 
     def held(self, rank):
-        """Return [(time, micro-batches whose activations the rank holds)]: each from its F to its
-        B, or in part to its W. One micro-batch in all layers of a rank counts 1."""
+        """Return [(time, micro-batches whose activations the rank holds)]. Activations are held
+        from F to B; where B is split, `kept` of them to W. All layers of a rank count 1."""
         share, curve, level = self.share, [], 0.0  # a stage's part of the layers of a rank
         freed = {"F": 0, "B": share, "I": share * (1 - self.kept), "W": share * self.kept}
         trained = {op[1:3] for cell in self.ranks[rank] for op in cell.ops if op.kind != "F"}
@@ -307,7 +307,7 @@ LOOKS = set(
 
 
 def end_of(node):
-    """Return the node that adds to the .grad of the weight that a node looks at, or None."""
+    """Return the node that adds to a weight's .grad if `node` only looks at the weight, or None."""
     while node and node.name().rstrip("0123456789").removesuffix("Backward") in LOOKS:
         node = node.next_functions[0][0]
     return node if hasattr(node, "variable") else None
@@ -329,7 +329,7 @@ class SplitBackward:
 
     @contextmanager
     def boxes(self):
-        """Run a forward in here. Hooks that the forward sets itself stay in force in the box."""
+        """Run a forward in here: what it saves goes into boxes, by its own hooks if it has some."""
         plain, push = lambda t: t, torch._C._autograd._push_saved_tensors_default_hooks
         enter = lambda of: push(lambda t: [of.pack_hook(t), of.unpack_hook], self._open)
         register = torch.Tensor.register_hook
@@ -348,8 +348,8 @@ class SplitBackward:
         return tensor
 
     def _find_uses(self, outputs, inputs):
-        """Walk the graph: set `uses`, and `arriving` to the edges into these. Return the edges to
-        weights that do not wait."""
+        """Find the uses of weights, and the edges that lead into the uses. Return the edges to
+        those weights whose gradients cannot wait."""
         into, reads, todo, now = defaultdict(set), defaultdict(list), [(None, outputs)], []
         while todo:
             node, edges = todo.pop()
@@ -367,7 +367,7 @@ class SplitBackward:
             nodes, edges = zip(*pairs)
             alone = len({*nodes} - {None} - self.hooked) == len({*edges}) == len(pairs)
             # Q4.4 ** A weight's gradient costs a product. When may it wait until W, and when not?
-            #         hint: a vector costs none; see above for two more cases that cannot wait
+            #         hint: a vector costs none; the comment above names the other cases
             if end.variable.dim() >= 2 and alone and all(map(asks, nodes)):
                 for node, edge in pairs:
                     self.uses.setdefault(node, []).append(edge)
@@ -503,7 +503,7 @@ def tensors(x):
 
 
 class _Worker:
-    """A rank at work: its stages, the results that it keeps, and the backwards to come."""
+    """A rank at work: its stages, the results that it keeps, and the graphs for its backwards."""
 
     def __init__(self, schedule, stages, microbatches):
         ops = [op for cells in schedule for cell in cells for op in cell]
@@ -1014,16 +1014,16 @@ def mine(schedule, model, group):
     return {stage: model[stage] for (_, stage), rank in placement(schedule).items() if rank == me}
 
 
-def check(schedule, layers, batch, group, times=1, share=True):
+def check(schedule, layers, batch, group, share=True):
     """Compare a step by `schedule` with the twin. Return the largest relative error of the loss and
     of this rank's gradients; the bytes sent by all ranks; the most bytes saved in this rank's
-    blocks. times: a factor that every loss gets by mistake. share: add up what several hold."""
+    blocks. share: add up the gradients of weights that several ranks hold."""
     reference, loss = twin_gradients(layers, batch)
     stages = mine(schedule, build(1 + max(placement(schedule))[1], layers), group)
     model = nn.ModuleList(stages.values()).to(loss.device, torch.float64)
     scale = Scale([block for stage in model for block in stage.blocks.values()])
     with Ledger() as ledger:
-        losses, _ = execute(schedule, stages, [(x, y, k / times) for x, y, k in batch], group)
+        losses, _ = execute(schedule, stages, batch, group)
     if share:
         share_gradients(schedule, stages, group)
     totals = torch.stack([sum(losses.values(), 0 * loss), loss.new_tensor(ledger.sent.total())])
@@ -1051,7 +1051,8 @@ def proof(args, group, device):
     ends = {0: "embedding.weight", n - 1: "head.weight"}  # what each end has; others have neither
     end = ends.get(dist.get_rank(group))
     lacks = relative_error(apart[end], whole["embedding.weight"]) if end else 0.0
-    error, *_ = check(one_f_one_b(n, m), layers, batch, group, times=m)
+    undivided = [(x, y, labels / m) for x, y, labels in batch]
+    error, *_ = check(one_f_one_b(n, m), layers, undivided, group)
     yield Row("losses not divided by m", error, wrong=m - 1)
     error, *_ = check(one_f_one_b(n, m), layers, batch, group, share=False)
     yield Row("tied ends not added up", error, wrong=lacks)
