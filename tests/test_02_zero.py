@@ -671,6 +671,26 @@ def test_shards_leave_whole_and_in_one_order_whatever_order_their_gradients_arri
     assert on_ranks(2, step) == [([3, 30], 0, 0)] * 2
 
 
+@question("Q2.4")
+def test_one_gradient_lets_every_bucket_leave_that_waited_for_it():
+    """Gradients come in the order 2, 1, 0. If bucket 1 is the first, two leave before 0 comes."""
+
+    def step(order):
+        model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3))).double()
+        params = [model[i].weight for i in order]
+        groups = [{"params": params, "group": world()}]
+        zero.ZeroOptimizer(groups, torch.optim.SGD, 2, bucket_mb=1e-6, lr=1.0)
+        with zero.Ledger() as ledger:
+            model[0].weight.register_hook(lambda _: ledger.mark("the last gradient"))
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        calls = [event.what for event in ledger.events]
+        return calls[: calls.index("the last gradient")].count("all_to_all_single")
+
+    orders = [1, 2, 0], [0, 2, 1]  # one of them is the order of the buckets
+    for early in on_ranks(2, lambda: sorted(map(step, orders))):
+        assert early == [0, 2]
+
+
 @pytest.mark.parametrize("stage, layout", STAGES)
 def test_a_parameter_that_a_rank_does_not_use_counts_as_zero_there(stage, layout):
     class Half(nn.Module):
