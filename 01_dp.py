@@ -725,7 +725,7 @@ from unittest.mock import patch
 
 import torch.multiprocessing as mp
 
-WAITED = 3  # exit status of a rank that waited in vain for another
+LOST, WAITED = 3, 4  # exit status of a rank whose peer has gone, or has not come in time
 Event = namedtuple("Event", "what group sent at")  # a call, a wait or a mark; bytes; seconds
 
 
@@ -789,17 +789,17 @@ def prove(rows, device):
     slack = lambda row: max(1e-6 * row.wrong, 1e-10)
     bounds = [x.bound or (x.wrong - slack(x), x.wrong + slack(x)) for x in rows]
     outside = [max(low - x.error, x.error - high) for x, (low, high) in zip(rows, bounds)]
-    worst = [[x.error, out, off(x.sent), off(x.held)] for x, out in zip(rows, outside)]
+    worst = [[x.error, x.wrong, o, off(x.sent), off(x.held)] for x, o in zip(rows, outside)]
     worst = torch.tensor(worst).double().nan_to_num(math.inf).to(device)
-    # all_reduce(MAX) over all ranks, four numbers a row: the worst rank speaks for all
+    # all_reduce(MAX) over all ranks, five numbers a row: the worst rank speaks for all
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
     say("error: max|difference| / max|one process|; bytes: of rank 0, sent as a ring sends them")
     say(f"{'':36}    error   bytes sent      formula   bytes held      formula")
     broken = 0
-    for row, (error, out, unsent, unheld) in zip(rows, worst.tolist()):
-        holds = out <= 0 and unsent < 0.5 and unheld < 0.5
+    for row, (error, wrong, outside, unsent, unheld) in zip(rows, worst.tolist()):
+        holds = outside <= 0 and unsent < 0.5 and unheld < 0.5
         pairs = [[f"{x:,.0f}" for x in pair] if pair else "--" for pair in (row.sent, row.held)]
-        note = f"  wrong on purpose: {row.wrong:.3g} predicted" if row.wrong else ""
+        note = f"  wrong on purpose: {wrong:.3g} predicted" if wrong else ""
         note += "  bounded: {:.3g} to {:.3g}".format(*row.bound) if row.bound else ""
         note += "" if holds else "  NOT AS CLAIMED"
         say(f"{row.name:36}{error:9.2g}{''.join(f'{x:>13}' for pair in pairs for x in pair)}{note}")
@@ -891,7 +891,7 @@ def launch(main, args, validate):
     with tempfile.TemporaryDirectory() as folder:
         run = mp.start_processes(_rank, (ranks, main, args, folder), ranks, False, True, method)
         try:
-            while not run.join():
+            while not run.join(grace_period=2):
                 pass
         except mp.ProcessExitedException:  # join() has ended the other ranks by SIGTERM
             codes = [process.exitcode for process in run.processes]
@@ -902,11 +902,13 @@ def launch(main, args, validate):
 
 def _what_went_wrong(codes, stacks):
     """Which signal ended a rank; or, if no rank told a fault of its own, where each one stood."""
-    killed = {r: -code for r, code in enumerate(codes) if code < 0 and code != -signal.SIGTERM}
-    said = [f"rank {r} was ended by {signal.Signals(by).name}" for r, by in killed.items()]
-    if {*codes} <= {0, WAITED, -signal.SIGTERM}:
+    killed = {r: signal.Signals(-code).name for r, code in enumerate(codes) if code < -1}
+    said = [f"rank {r} was ended by {by}" for r, by in killed.items() if by != "SIGTERM"]
+    if 1 not in codes and (WAITED in codes or {*codes} <= {0, LOST, -signal.SIGTERM}):
         said = ["some ranks waited in vain for others; each one stood at"]
-        said += [f"rank {r} of {len(codes)}: {_place(stack)}" for r, stack in enumerate(stacks)]
+        for r, stack in enumerate(stacks):
+            silent = killed.get(r) == "SIGKILL"  # it did not even answer the launcher's SIGTERM
+            said.append(f"rank {r} of {len(codes)}: {'no answer' if silent else _place(stack)}")
     return "\n".join(said) or (1 if 1 in codes else max(codes))
 
 
@@ -931,6 +933,7 @@ def _rank(local, ranks, main, args, folder=None):
     if local_ranks == ranks:  # one machine: the loopback address needs no network
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if folder:
+        tempfile.tempdir = folder  # what a rank leaves behind goes with the launcher's folder
         report, store = open(f"{folder}/{rank}", "w"), dist.FileStore(f"{folder}/store", ranks)
         faulthandler.register(signal.SIGTERM, report, chain=True)  # says where it stood
     else:  # a restarted attempt must not read the addresses of the one before
@@ -948,8 +951,8 @@ def _rank(local, ranks, main, args, folder=None):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this has been told
         stack = "".join(reversed(traceback.format_tb(error.__traceback__)))
         code = 2 if isinstance(error, Disagreement) else 1
-        if re.search("by peer|imed out", str(error)):
-            code = WAITED
+        if waited := re.search("by peer|ime(d )?out", str(error)):
+            code = LOST if waited[0] == "by peer" else WAITED
             where = f"rank {rank} of {ranks} waited in vain at {_place(stack)}"
             print(stack if folder else where, file=report)
         elif store.add(repr(error), 1) == 1:  # what ranks have in common is told once

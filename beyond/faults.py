@@ -650,7 +650,8 @@ def play(scenario, rank, n, folder, dtype):
 
 def meet(file, rank, n):
     """Form the group of the supervisors."""
-    dist.init_process_group("gloo", store=dist.FileStore(file, n), rank=rank, world_size=n)
+    given = dict(store=dist.FileStore(file, n), rank=rank, world_size=n)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **given)
 
 
 def train(args, rank, n, folder):

@@ -187,6 +187,14 @@ def test_a_rank_that_returns_early_is_told_from_those_that_wait(script):
     assert all("dist.all_reduce(torch.ones(1))" in places[r] for r in (0, 2, 3))
 
 
+def test_a_rank_that_is_stopped_is_named_as_silent(script):
+    done = run_script(script("os.kill(os.getpid(), signal.SIGSTOP)"), "--timeout", 2)
+    first, *places = done.stderr.splitlines()
+    assert done.returncode == 1 and "waited in vain" in first
+    assert places[1] == "rank 1 of 4: no answer"
+    assert all("dist.all_reduce(torch.ones(1))" in places[r] for r in (0, 2, 3))
+
+
 def test_what_all_ranks_fail_of_is_told_once(tmp_path):
     path = tmp_path / "run.py"
     path.write_text(SCRIPT.replace("if dist.get_rank() == 1:", "if True:").format(
