@@ -97,8 +97,7 @@ def commit(unwell, leaving, joining, digest, group):
     A rank is unwell if it says so, or if the digests of the reduced gradient differ.
     """
     # QF.1 ** A rank has prepared its step. What must it know of all others before the step counts?
-    #      hint: one collective, in which the worst answer wins; a number and its negative show
-    #      hint: the largest and the smallest at once
+    #      hint: one collective, in which the worst answer wins; of -x the largest is -min(x)
     flags = torch.tensor([unwell, leaving, joining, digest, -digest], dtype=torch.int64)
     # all_reduce(MAX) over the ranks, 5: the worst answer, the largest and the smallest digest
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
