@@ -98,7 +98,8 @@ def _rank(rank, n, function, args, folder, timeout, answer):
 
 def _answers(ranks, ends, folder, timeout):
     """Each rank's answer, in the order of ranks; or RankFailed with the first failure in time."""
-    answers, failures, deadline = {}, [], time.monotonic() + timeout
+    # a second more than a collective may take: a rank that waits in one says so before it is asked
+    answers, failures, deadline = {}, [], time.monotonic() + timeout + 1
     while len(answers) + len(failures) < len(ranks):
         waiting = [end for rank, end in enumerate(ends) if rank not in answers | dict(failures)]
         ready = connection.wait(waiting, max(0, deadline - time.monotonic()))

@@ -67,18 +67,20 @@ def test_data_changes_with_a_bar_or_a_word_and_with_nothing_else(tmp_path):
     assert len({make.fingerprint(data) for data in (same, *changed)}) == 3
 
 
-def test_runs_of_consecutive_parts():
-    assert make.runs([0, 1, 4]) == [(0, 2), (4, 1)]
-    assert make.runs([3]) == [(3, 1)]
-    assert make.runs([0, 1, 2, 3]) == [(0, 4)]
+def test_sorted_numbers_as_spans():
+    assert make.spans([0, 1, 4]) == "0-1, 4"
+    assert make.spans([3]) == "3"
+    assert make.spans([0, 1, 2, 3]) == "0-3"
 
 
-def test_zero_s_numbers_are_those_of_chapter_02(tmp_path):
-    """Two accounts, memory_math's that is drawn and the chapter's own, of what a rank holds; and
-    the chapter's table of what it sends, in P (n-1)/n."""
+def test_zero_s_numbers_are_those_of_its_formulas(tmp_path):
+    """What memory_math draws beside the formulas: 2 bytes of weights and of gradients and 12 of
+    optimizer state a parameter, each cut from its stage on; sent in P (n-1)/n."""
+    cut = lambda size, stage, first, n: size / n if stage >= first else size
+    each = lambda s, n: cut(2, s, 3, n) + cut(2, s, 2, n) + cut(12, s, 1, n)
     words = [x for x in make.draw_zero(tmp_path / "zero.png") if isinstance(x, str)]
-    held = [f"{chapter('02_zero').bytes_each(s, n):.3g}" for s in range(4) for n in (8, 64)]
-    sent = [f"{calls:.3g}" for K in (1, 4) for calls in (2, 2, K + 1, 3 * K)]
+    held = [f"{each(s, n):.3g}" for s in range(4) for n in (8, 64)]
+    sent = [f"{calls:.3g}" for m in (1, 4) for calls in (2, 2, m + 1, 3 * m)]
     shown = [word for word in words if word.replace(".", "").isdigit()]
     labels = iter(shown)
     assert all(number in labels for number in held + sent), shown
