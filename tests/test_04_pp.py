@@ -335,7 +335,7 @@ def test_costs_by_stage_and_by_micro_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_simulator_s_time_grows_as_the_operations_do(name):
-    """Twice the micro-batches take about twice the time, not four times."""
+    """Four times the micro-batches take about four times the time, not sixteen times."""
 
     def seconds(m):
         schedule, times = SCHEDULES[name](16, m), []
@@ -345,7 +345,7 @@ def test_the_simulator_s_time_grows_as_the_operations_do(name):
             times.append(time.process_time() - start)
         return min(times)
 
-    assert seconds(512) < 3 * seconds(256)
+    assert seconds(512) < 9 * seconds(128)
 
 
 def test_a_picture_has_all_its_colours_and_numbers(tmp_path):

@@ -1030,8 +1030,8 @@ import importlib, os, signal, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from test_07_5d import five, train_only
 save = five.save
-def save_and_die(model, step, folder):
-    save(model, step, folder)
+def save_and_die(model, step, folder, keep):
+    save(model, step, folder, keep)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and model.grid.me == 1 and step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 five.save = save_and_die
