@@ -23,9 +23,8 @@ back what the dead rank held, and go on with the same batch.
     python beyond/faults.py                          four ranks; two are killed while they train
     torchrun --nproc-per-node 4 beyond/faults.py     the same, started by torchrun
 
-Each rank that the launcher starts is a supervisor: it forks a worker, which trains, and writes into
-a store when its worker has died. Workers use gloo on CPUs. NCCL would have to abort its
-communicator before a new group can form; that path is not shown here.
+Each rank that the launcher starts is a supervisor: it forks a worker, which trains, and tells a
+store when its worker has died. Workers use gloo. NCCL has to abort its communicator first: not shown.
 
 Guide: Fault tolerance at scale (there, ZeRO replicates state; it does not) · Failure modes.
 Sources: Llama 3, arXiv:2407.21783, section 3.3.4; Gemini, SOSP 2023 (copies in peers' memory).
@@ -393,7 +392,8 @@ class Worker:
         alive = self.answers()
         dead, new = [w for w in self.members if w not in alive], list(alive)
         if self.scenario.replace and dead:
-            self.wait_for(lambda: len(self.waiting()) >= len(dead))
+            there = lambda: self.store.check([f"members {self.round}"])  # another was faster
+            self.wait_for(lambda: there() or len(self.waiting()) >= len(dead))
             fresh = dict(zip(dead, self.waiting()))
             new = [fresh.get(worker, worker) for worker in self.members]
         elif not self.scenario.replace:
