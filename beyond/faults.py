@@ -24,7 +24,7 @@ back what the dead rank held, and go on with the same batch.
     torchrun --nproc-per-node 4 beyond/faults.py     the same, started by torchrun
 
 Each rank that the launcher starts is a supervisor: it forks a worker, which trains, and tells a
-store when its worker has died. Workers use gloo. NCCL has to abort its communicator first: not shown.
+store when its worker has died. Workers use gloo; NCCL must abort its communicator first: not shown.
 
 Guide: Fault tolerance at scale (there, ZeRO replicates state; it does not) · Failure modes.
 Sources: Llama 3, arXiv:2407.21783, section 3.3.4; Gemini, SOSP 2023 (copies in peers' memory).
