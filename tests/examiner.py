@@ -235,7 +235,7 @@ def run(attempt, folder, patience, stack):
     examiner = Examiner(questions, patience, stack)
     tests = map(str, attempt.question.tests)
     options = "-q --tb=native -p no:cacheprovider -o addopts= -m"
-    pytest.main([*options.split(), "not slow", *tests], plugins=[examiner])
+    pytest.main([*options.split(), "not slow and not reference", *tests], plugins=[examiner])
     return examiner.solved(), examiner.failure
 
 
