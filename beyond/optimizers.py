@@ -51,7 +51,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -219,12 +218,20 @@ def adamw_8bit(w, g, state, t, rate, decay=0.1):
 # ── a rule of rows and columns: it may be cut by rows, if ranks share sums ───────────────────
 
 
-def adafactor(w, g, state, t, rate, total=lambda x: x):
+def sum_of_ranks(x, group):
+    """Return x, added up in place over the group if there is one."""
+    if group is not None:
+        # all_reduce(SUM) over dp, columns + 3 or 1: the sums over the rows of all ranks
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def adafactor(w, g, state, t, rate, group=None):
     """Step w by g / sqrt(v), with v rebuilt from its row and column means (arXiv:1804.04235).
 
     v[i, j] = row[i] · column[j] / mean(row). A vector counts as one column, and then v is exact.
-    `total` adds up a tensor over the ranks that hold other rows of the same w. Three numbers need
-    all rows: the column means, the size of w, and the size of the step, which is at most 1.
+    The ranks of `group` hold other rows of the same w. Four things need all rows: the column means,
+    the mean of the rows' means, the size of w, and the size of the step, which is at most 1.
     """
     w, g = (x.view(len(x), -1) for x in (w, g))
     if not state:
@@ -232,13 +239,14 @@ def adafactor(w, g, state, t, rate, total=lambda x: x):
     new, eps = t**-0.8, torch.finfo(w.dtype).eps  # the mean forgets less as t grows
     row = state["row"].lerp_(g.square().mean(1, keepdim=True), new)
     numbers = torch.stack([row.sum(), w.square().sum(), row.new_tensor(len(row))])
-    sums = total(torch.cat([g.square().sum(0), numbers]))
+    sums = sum_of_ranks(torch.cat([g.square().sum(0), numbers]), group)
     row_sum, w_squared, rows = sums[-3:]
     column = state["column"].lerp_(sums[:-3] / rows, new)
     v = row * column / (row_sum / rows).clamp(min=eps)
     direction = g * v.clamp(min=eps**2).rsqrt()
     elements = rows * len(column)
-    length = (total(direction.square().sum()) / elements).sqrt().clamp(min=1)
+    squares = sum_of_ranks(direction.square().sum(), group)
+    length = (squares / elements).sqrt().clamp(min=1)
     size_of_w = (w_squared / elements).sqrt().clamp(min=1e-3)
     w.sub_(direction * (min(rate, t**-0.5) * size_of_w / length))
 
@@ -302,17 +310,23 @@ def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
 RULES = {rule.__name__: rule for rule in
          (adamw, lion, sophia, adamw_8bit, adafactor, muon, shampoo)}  # fmt: skip
 
-# what a rule remembers of a piece (rows, columns) whose elements have so many bytes
-STATE_BYTES = {
-    "adamw": lambda rows, columns, size: 2 * rows * columns * size,
-    "lion": lambda rows, columns, size: rows * columns * size,
-    "sophia": lambda rows, columns, size: 2 * rows * columns * size,
-    "adamw_8bit": lambda rows, columns, size: 2 * (
-        rows * columns + 4 * math.ceil(rows * columns / BLOCK)),
-    "adafactor": lambda rows, columns, size: (rows + columns) * size,
-    "muon": lambda rows, columns, size: rows * columns * size,
-    "shampoo": lambda rows, columns, size: 2 * (rows**2 + columns**2 + rows * columns) * size,
-}  # fmt: skip
+# elements that a rule remembers of a piece (rows, columns)
+REMEMBERED = {
+    "adamw": lambda rows, columns: 2 * rows * columns,
+    "lion": lambda rows, columns: rows * columns,
+    "sophia": lambda rows, columns: 2 * rows * columns,
+    "adafactor": lambda rows, columns: rows + columns,
+    "muon": lambda rows, columns: rows * columns,
+    "shampoo": lambda rows, columns: 2 * (rows**2 + columns**2 + rows * columns),
+}
+
+
+def state_bytes(rule, piece, itemsize):
+    """Return by formula the bytes that a rule remembers of a piece, in elements of itemsize."""
+    rows, columns = piece.shape()
+    if rule == "adamw_8bit":
+        return 2 * (rows * columns + 4 * math.ceil(rows * columns / BLOCK))
+    return REMEMBERED[rule](rows, columns) * itemsize
 
 
 def choose(method, shapes):
@@ -340,8 +354,8 @@ class Piece(NamedTuple):
     slices: tuple
 
     def of(self, tensors):
-        """Return the view of this piece of {name: tensor}."""
-        return tensors[self.name].view(self.seen_as)[self.slices]
+        """Return this piece of {name: tensor}: a view where the tensor is contiguous."""
+        return tensors[self.name].reshape(self.seen_as)[self.slices]
 
     def shape(self):
         """Return (rows, columns); a vector is one column."""
@@ -411,72 +425,74 @@ def cut(rules, shapes, n):
     return layout
 
 
-def sum_over(group):
-    """Return the function that adds up a tensor over the group, in place."""
+class OneProcess:
+    """An optimizer on one process: steps all pieces, each by the rule of its parameter.
 
-    def total(x):
-        # all_reduce(SUM) over dp, columns + 3 or 1: the sums over the rows of all ranks
-        dist.all_reduce(x, group=group)
-        return x
-
-    return total
-
-
-class Sharded:
-    """An optimizer of n ranks: gradients are summed to whoever steps their piece, each rank steps
-    its own pieces, and all ranks get all new weights.
-
-    Args: params {name: tensor}, the same on all ranks; rules {name: function}; layout, the pieces
-    of each rank. `states` has what this rank remembers, one dict for each of its pieces.
+    Args: params {name: tensor}, rules {name: function}, pieces. `states` has what is remembered,
+    one dict for each piece.
     """
 
+    def __init__(self, params, rules, pieces):
+        self.params, self.rules, self.pieces, self.t = params, rules, pieces, 0
+        self.states = [{} for _ in pieces]
+
+    def own_parts(self, tensors):
+        """Return the pieces of {name: tensor}."""
+        return [piece.of(tensors) for piece in self.pieces]
+
+    @torch.no_grad()
+    def step(self, gradients, rate):
+        """Take one step on {name: gradient}."""
+        self.t += 1
+        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
+            self.rules[piece.name](piece.of(self.params), g, state, self.t, rate)
+
+    @torch.no_grad()
+    def see_curvature(self, gradients, num_labels):
+        """Take {name: gradient} of labels that the model drew itself into Sophia's states."""
+        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
+            see_curvature(piece.of(self.params), num_labels * g.square(), state)
+
+
+class Sharded(OneProcess):
+    """The same on n ranks: a rank steps layout[r], its own pieces, and remembers only these. It
+    gives its part of the gradients to `step`, and after the step it holds all new weights."""
+
     def __init__(self, params, rules, layout, group):
-        self.params, self.rules, self.layout, self.group = params, rules, layout, group
-        self.own, self.t = layout[dist.get_rank(group)], 0
-        self.states = [{} for _ in self.own]
+        super().__init__(params, rules, layout[dist.get_rank(group)])
+        self.layout, self.group = layout, group
         self.room = max(sum(math.prod(x.shape()) for x in pieces) for pieces in layout)
 
     def pack(self, tensors, pieces):
-        """Lay the pieces of {name: tensor} end to end, with zeros up to the fullest rank's room."""
-        line = torch.cat([self.any.new_empty(0), *(x.of(tensors).flatten() for x in pieces)])
+        """Lay pieces of {name: tensor} end to end, with zeros up to the room of the fullest rank."""
+        parts = [next(iter(tensors.values())).new_empty(0), *(x.of(tensors) for x in pieces)]
+        line = torch.cat([part.flatten() for part in parts])
         return F.pad(line, (0, self.room - len(line)))
 
-    @property
-    def any(self):
-        return next(iter(self.params.values()))
-
     def unpack(self, line, pieces):
-        """Return the pieces that were packed, each in its shape."""
+        """Return the pieces that `pack` laid end to end, each in its shape."""
         shapes = [x.of(self.params).shape for x in pieces]
         parts = line[: sum(map(math.prod, shapes))].split([math.prod(x) for x in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
-    def reduce(self, tensors):
-        """Sum {name: tensor} over ranks; return this rank's pieces of the sum."""
+    def own_parts(self, tensors):
+        """Sum {name: tensor} over the ranks, and return this rank's pieces of the sum."""
         rows = torch.cat([self.pack(tensors, pieces) for pieces in self.layout])
         own = rows.new_empty(self.room)
         # reduce_scatter(SUM) over dp, P: this rank now holds the sums of its own pieces
         dist.reduce_scatter_single(own, rows, group=self.group)
-        return self.unpack(own, self.own)
+        return self.unpack(own, self.pieces)
 
     @torch.no_grad()
     def step(self, gradients, rate):
-        """Take one step on this rank's part {name: tensor} of the gradients."""
-        self.t += 1
-        for piece, g, state in zip(self.own, self.reduce(gradients), self.states):
-            self.rules[piece.name](piece.of(self.params), g, state, self.t, rate)
-        lines = self.any.new_empty(len(self.layout), self.room)
+        super().step(gradients, rate)
+        own = self.pack(self.params, self.pieces)
+        rows = own.new_empty(len(self.layout), self.room)
         # all_gather over dp, P/n from each: every rank now holds all weights after the step
-        dist.all_gather_single(lines.view(-1), self.pack(self.params, self.own), group=self.group)
-        for line, pieces in zip(lines, self.layout):
-            for piece, values in zip(pieces, self.unpack(line, pieces)):
+        dist.all_gather_single(rows.view(-1), own, group=self.group)
+        for row, pieces in zip(rows, self.layout):
+            for piece, values in zip(pieces, self.unpack(row, pieces)):
                 piece.of(self.params).copy_(values)
-
-    @torch.no_grad()
-    def see_curvature(self, gradients, num_labels):
-        """Take the gradients of labels that the model drew itself into Sophia's states."""
-        for piece, g, state in zip(self.own, self.reduce(gradients), self.states):
-            see_curvature(piece.of(self.params), num_labels * g.square(), state)
 
 
 def nbytes(x):
@@ -571,68 +587,28 @@ class Launches(TorchDispatchMode):
 # ── rates: a stable phase does not know where it ends ────────────────────────────────────────
 
 
-def wsd(t, total, peak, warmup=4, decay=4):
+def wsd(t, total, peak, warmup=4, decay=8):
     """Return the rate of step t (1 to total): warm up, stay, decay linearly over the last steps.
 
     Before the decay, no rate depends on `total`. So one run serves every length: copy its state
-    anywhere in the stable phase and decay from there. Source: MiniCPM, arXiv:2404.06395, section 4.
+    anywhere in the stable phase and decay from there. A cosine depends on `total` from its first
+    step on. Source: MiniCPM, arXiv:2404.06395, section 4.
     """
     return peak * min(1, t / warmup, (total - t + 1) / decay)
-
-
-def cosine(t, total, peak, warmup=4):
-    """Return the rate of step t: warm up, then half a cosine to a tenth of the peak at `total`."""
-    return peak * min(t / warmup, 0.55 + 0.45 * math.cos(math.pi * t / total))
 
 
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────
 
 
-class LanguageModel(nn.Module):
-    """Maps bytes (B, S) to logits of the next byte (B, S, V), by the last three bytes."""
-
-    def __init__(self, D=32, F=64, V=256):
-        super().__init__()
-        self.token, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
-        self.mix, self.back = nn.Linear(3 * D, F), nn.Linear(F, D)
-
-    def forward(self, x_BS):
-        x_BSD = self.token(F.pad(x_BS, (2, 0)))
-        seen_BSD = torch.cat([x_BSD[:, 2:], x_BSD[:, 1:-1], x_BSD[:, :-2]], dim=-1)
-        return self.head(self.back(torch.tanh(self.mix(seen_BSD))))
-
-
-class OneProcess:
-    """The twin: one process that steps all pieces; it has Sharded's methods and sends nothing."""
-
-    def __init__(self, params, rules, pieces):
-        self.params, self.rules, self.pieces, self.t = params, rules, pieces, 0
-        self.states = [{} for _ in pieces]
-
-    @torch.no_grad()
-    def step(self, gradients, rate):
-        """Step every piece by its part of the gradients {name: tensor}."""
-        self.t += 1
-        for x, state in zip(self.pieces, self.states):
-            self.rules[x.name](x.of(self.params), x.of(gradients), state, self.t, rate)
-
-    @torch.no_grad()
-    def see_curvature(self, gradients, num_labels):
-        """Take the gradients of labels that the model drew itself into Sophia's states."""
-        for x, state in zip(self.pieces, self.states):
-            see_curvature(x.of(self.params), num_labels * x.of(gradients).square(), state)
-
-
 class Task:
-    """A model, and this rank's share of its batches; without a group, the whole batches."""
+    """01's model and one rank's share of its batches; by default, the whole batches on one."""
 
-    def __init__(self, device, group=None, dtype=torch.float64, text=None, B=24, S=16):
+    def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=24, S=16):
         torch.manual_seed(0)
-        self.model = LanguageModel().to(device, dtype)
-        self.params, self.device = dict(self.model.named_parameters()), device
+        self.model = dp.LanguageModel(D=32, layers=1, heads=2, S=S).to(device, dtype)
+        self.params, self.text, self.B, self.S = dict(self.model.named_parameters()), text, B, S
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self.text, self.B, self.S = dp.read_text(text, 65), B, S
-        n, r = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
+        self.text = dp.read_text(text, 65)
         self.own = lambda whole: whole.tensor_split(n)[r].to(device)
 
     def share(self, t):
@@ -642,217 +618,224 @@ class Task:
 
     def gradients(self, t):
         """Compute this rank's part of the gradients of step t, by name."""
-        parts = torch.autograd.grad(self.share(t), list(self.params.values()))
-        return {name: part.contiguous() for name, part in zip(self.params, parts)}
+        return self.by_name(torch.autograd.grad(self.share(t), list(self.params.values())))
 
-    def train(self, optimizer, rates, curvature_every=0):
-        """Take a step for each rate, from the optimizer's own t on."""
-        for rate in rates:
-            t = optimizer.t
-            if curvature_every and t % curvature_every == 0:
-                x_bS = self.own(dp.sample(self.text, t, self.B, self.S)[0])
-                draw = torch.Generator().manual_seed(t)
-                uniform_bS = self.own(torch.rand(self.B, self.S, generator=draw))
-                given = self.model(x_bS), uniform_bS, self.B * self.S, list(self.params.values())
-                parts = map(torch.Tensor.contiguous, gradient_of_own_labels(*given))
-                optimizer.see_curvature(dict(zip(self.params, parts)), self.B * self.S)
-            optimizer.step(self.gradients(t), rate)
+    def by_name(self, tensors):
+        return dict(zip(self.params, tensors))
+
+    def curvature(self, t):
+        """Compute this rank's part of the gradients of labels that the model draws, by name."""
+        uniform_BS = torch.rand(self.B, self.S, generator=torch.Generator().manual_seed(t))
+        logits_bSV = self.model(self.own(dp.sample(self.text, t, self.B, self.S)[0]))
+        given = logits_bSV, self.own(uniform_BS), self.B * self.S, list(self.params.values())
+        return self.by_name(gradient_of_own_labels(*given))
+
+    def train(self, optimizer, rates, every=0, change=dict):
+        """Take a step for each rate; see the curvature `every` steps; `change` clips gradients."""
+        for t, rate in enumerate(rates, start=optimizer.t):
+            if every and t % every == 0:
+                optimizer.see_curvature(self.curvature(t), self.B * self.S)
+            optimizer.step(change(self.gradients(t)), rate)
         return [param.detach() for param in self.params.values()]
 
 
-def functions(names, group=None):
-    """Return {parameter: rule}; over a group, adafactor's rules share their sums."""
-    shared = {"adafactor": partial(adafactor, total=sum_over(group))} if group else {}
-    return {parameter: (RULES | shared)[name] for parameter, name in names.items()}
+def alone(task, method, pieces=None):
+    """Return the twin's optimizer: one process that steps whole tensors, or the given pieces."""
+    names = choose(method, task.shapes)
+    rules = {parameter: RULES[name] for parameter, name in names.items()}
+    return OneProcess(task.params, rules, pieces or cut(names, task.shapes, 1)[0])
 
 
-def beside_the_twin(method, group, device, rates, layout=None):
-    """Train n ranks and the twin. Returns the error beside the twin, bytes sent as (measured,
-    formula), bytes of the states likewise, and the error of one process that steps the pieces of
-    `layout`, by default those of `cut`."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    task, twin, pieces = Task(device, group), Task(device), Task(device)
-    names, every = choose(method, task.shapes), int(method == "sophia")
-    alone = functions(names)
-    rules = alone if layout else functions(names, group)
-    layout = layout(task.shapes, n) if layout else cut(names, task.shapes, n)
-    optimizer = Sharded(task.params, rules, layout, group)
+def shared(task, method, group):
+    """Return the optimizer that keeps to the twin's steps on n ranks, and its rules' names."""
+    names = choose(method, task.shapes)
+    rules = RULES | {"adafactor": partial(adafactor, group=group)}
+    rules = {parameter: rules[name] for parameter, name in names.items()}
+    layout = cut(names, task.shapes, dist.get_world_size(group))
+    return Sharded(task.params, rules, layout, group), names
+
+
+def beside_the_twin(method, group, device, rates):
+    """Row: n ranks that step their own pieces, beside one process that steps whole tensors."""
+    n, r, every = dist.get_world_size(group), dist.get_rank(group), int(method == "sophia")
+    task, twin = Task(device, n, r), Task(device)
+    optimizer, names = shared(task, method, group)
     with dp.Ledger() as ledger:
         found = task.train(optimizer, rates, every)
-    whole = cut(names, task.shapes, 1)[0]
-    wanted = twin.train(OneProcess(twin.params, alone, whole), rates, every)
-    cheap = pieces.train(OneProcess(pieces.params, alone, sum(layout, [])), rates, every)
-    calls = len(rates) * (3 if every else 2)
-    sums = sum(2 * (n - 1) / n * (shape[1:] or (1,))[0] + 2 * (n - 1) / n * 4
-               for shape in task.shapes.values()) * (method == "adafactor" and rules is not alone)
-    sent = 8 * (calls * (n - 1) * optimizer.room + len(rates) * sums)
-    held = sum(STATE_BYTES[names[x.name]](*x.shape(), 8) for x in layout[r])
-    return (dp.max_error(found, wanted), (sum(ledger.sent.values()), sent),
-            (nbytes(optimizer.states), held), dp.max_error(cheap, wanted))  # fmt: skip
+    wanted = twin.train(alone(twin, method), rates, every)
+    sent = len(rates) * (2 + every) * (n - 1) * optimizer.room * 8
+    if method == "adafactor":
+        columns = [math.prod(shape[1:]) for shape in task.shapes.values()]
+        sent += len(rates) * sum(2 * (n - 1) / n * (count + 4) * 8 for count in columns)
+    held = sum(state_bytes(names[piece.name], piece, 8) for piece in optimizer.pieces)
+    found = dp.max_error(found, wanted), (sum(ledger.sent.values()), sent)
+    return dp.Row(method, *found, (nbytes(optimizer.states), held))
 
 
-def proof(group, device):
-    """Yield the rows of the table."""
-    rates = [0.01] * 3
-    for method in RULES:
-        error, sent, held, _ = beside_the_twin(method, group, device, rates)
-        yield dp.Row(method, error, sent, held)
-    for method, layout, name in [
-        ("adamw_8bit", cut_flat, "adamw_8bit cut inside a block"),
-        ("adafactor", cut_rows, "adafactor by rows, without the sums"),
-        ("muon", cut_rows, "muon by rows"),
-        ("shampoo", cut_rows, "shampoo by rows"),
-    ]:
-        error, _, _, predicted = beside_the_twin(method, group, device, rates, layout)
-        yield dp.Row(name, error, wrong=predicted)
-    yield sign_before_the_sum(group, device)
-    yield from in_backward(group, device)
-    yield from estimates(device)
-    yield from launches(device)
-    yield from schedules(group, device)
+def cut_wrongly(method, way, group, device, rates):
+    """Row: n ranks whose pieces lack what the rule needs, beside a process that steps so."""
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    task, twin, pieces = Task(device, n, r), Task(device), Task(device)
+    layout = way(task.shapes, n)
+    rules = alone(task, method).rules
+    found = task.train(Sharded(task.params, rules, layout, group), rates)
+    wanted = twin.train(alone(twin, method), rates)
+    predicted = pieces.train(alone(pieces, method, sum(layout, [])), rates)
+    errors = [dp.max_error(values, wanted) for values in (found, predicted)]
+    return dp.Row(f"{method}, {way.__name__}", errors[0], wrong=errors[1])
 
 
-def sign_before_the_sum(group, device, rate=0.01):
+def sign_before_the_sum(group, device):
     """Row: each rank takes Lion's step on its own gradient, and then weights are averaged."""
-    n, wanted = dist.get_world_size(group), Task(device)
-    tasks = [Task(device) for _ in range(n)]
-    for r, task in enumerate(tasks):
-        task.own = lambda whole, r=r: whole.tensor_split(n)[r].to(device)
-    here = Task(device, group)
-    for task in (here, wanted, *tasks):
-        OneProcess(task.params, {x: lion for x in task.params}, cut_rows(task.shapes, 1)[0]).step(
-            task.gradients(0), rate)  # fmt: skip
-    for param in here.params.values():
-        # all_reduce(SUM) over dp, P: the sum of the weights, each moved by its own signs
-        dist.all_reduce(param.data, group=group)
-        param.data /= n
-    mean = [sum(parts) / n for parts in zip(*(task.params.values() for task in tasks))]
-    reference = list(wanted.params.values())
-    found, predicted = (dp.max_error(x, reference) for x in (here.params.values(), mean))
-    return dp.Row("lion: signs before the sum", found, wrong=predicted)
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    here, whole, parts = Task(device, n, r), Task(device), [Task(device, n, i) for i in range(n)]
+    here, whole, *parts = [
+        task.train(alone(task, "lion"), [0.01]) for task in (here, whole, *parts)]  # fmt: skip
+    for tensor in here:
+        # all_reduce(SUM) over dp, P: the sum of the weights, each moved by its own sign
+        dist.all_reduce(tensor.div_(n), group=group)
+    mean = [sum(tensors) / n for tensors in zip(*parts)]
+    return dp.Row("lion, signs before the sum", dp.max_error(here, whole),
+                  wrong=dp.max_error(mean, whole))  # fmt: skip
 
 
-def in_backward(group, device, max_norm=0.1, steps=3):
+def in_backward(group, device, rates, limit=0.1):
     """Rows of the step in backward: plain, clipped in two passes, and clipped tensor by tensor."""
-    n, largest = dist.get_world_size(group), lambda task: max(p.nbytes for p in task.params.values())
-    clip = lambda g, norm: g * (max_norm / norm).clamp(max=1)
-    norm_of = lambda parts: torch.stack([g.square().sum() for g in parts]).sum().sqrt()
-    together = lambda parts: {k: clip(g, norm_of(parts.values())) for k, g in parts.items()}
-    apart = lambda parts: {k: clip(g, g.norm()) for k, g in parts.items()}
-
-    def twin(change):
-        task = Task(device)
-        rules = {name: adamw for name in task.params}
-        optimizer = OneProcess(task.params, rules, cut_rows(task.shapes, 1)[0])
-        for t in range(steps):
-            optimizer.step(change(task.gradients(t)), 0.01)
-        return list(task.params.values())
-
-    own_norm = lambda w, g, *rest: adamw(w, clip(g, g.norm()), *rest)
-    for name, rule, bound, reference, wrong in [
-        ("step in backward", adamw, math.inf, lambda parts: parts, None),
-        ("  clipped, in two passes", adamw, max_norm, together, None),
-        ("  each tensor clipped by its own norm", own_norm, math.inf, together, apart),
-    ]:
-        task = Task(device, group)
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    clip = lambda g, norm: g * (limit / norm).clamp(max=1)
+    norm = lambda parts: torch.stack([g.square().sum() for g in parts.values()]).sum().sqrt()
+    together = lambda parts: {name: clip(g, norm(parts)) for name, g in parts.items()}
+    apart = lambda parts: {name: clip(g, g.norm()) for name, g in parts.items()}
+    for name, rule, bound, right, done in [
+        ("adamw in backward", adamw, math.inf, dict, dict),
+        ("  clipped, in two passes", adamw, limit, together, together),
+        ("  each tensor by its own norm",
+         lambda w, g, *rest: adamw(w, clip(g, g.norm()), *rest), math.inf, together, apart),
+    ]:  # fmt: skip
+        task, twins = Task(device, n, r), [Task(device), Task(device)]
         optimizer = InBackward(task.params, rule, group)
         with dp.Ledger() as ledger:
-            for t in range(steps):
-                optimizer.step(partial(task.share, t), 0.01, bound)
-        whole = sum(param.nbytes for param in task.params.values())
-        sent = 2 * (n - 1) / n * whole * steps * (2 if bound < math.inf else 1)
-        expected = twin(reference)
-        predicted = dp.max_error(twin(wrong), expected) if wrong else 0.0
-        yield dp.Row(name, dp.max_error(task.params.values(), expected),
-                     (sum(ledger.sent.values()), sent), (optimizer.most_held, largest(task)),
-                     wrong=predicted)  # fmt: skip
+            for t, rate in enumerate(rates):
+                optimizer.step(partial(task.share, t), rate, bound)
+        wanted, predicted = (twin.train(alone(twin, "adamw"), rates, change=change)
+                             for twin, change in zip(twins, (right, done)))  # fmt: skip
+        sizes = [param.nbytes for param in task.params.values()]
+        passes = len(rates) * (2 if bound < math.inf else 1)
+        yield dp.Row(
+            name, dp.max_error(task.params.values(), wanted),
+            (sum(ledger.sent.values()), passes * 2 * (n - 1) / n * sum(sizes)),
+            (optimizer.most_held, max(sizes)), wrong=dp.max_error(predicted, wanted),
+        )  # fmt: skip
 
 
 def estimates(device):
     """Rows of what is estimated or rounded."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8, 96, generator=draw, dtype=torch.float64).to(device)
-    scales = torch.linspace(-1, 3, 96, dtype=torch.float64, device=device)
-    w = x[0].clone().requires_grad_()
+    scales, w = torch.linspace(-1, 3, 96).to(x), x[0].clone().requires_grad_()
     (found,) = hutchinson((scales * w**2).sum() / 2, [w], seed=1)
-    yield dp.Row("hutchinson, of a diagonal Hessian", dp.relative_error(found, scales))
-    logits = x[:1, :3].clone().requires_grad_()
-    chances = logits.detach().softmax(-1)[0]
-    edges = torch.cat([chances.new_zeros(1), chances.cumsum(0)])
-    middles = ((edges[1:] + edges[:-1]) / 2)[:, None]  # one number for each of the three labels
-    drawn = [gradient_of_own_labels(logits, u, 1, [logits])[0][0] for u in middles]
+    yield dp.Row("hutchinson, a diagonal Hessian", dp.relative_error(found, scales))
+    logits, chances = x[:1, :3].clone().requires_grad_(), x[0, :3].softmax(0)
+    uniform = chances.cumsum(0) - chances / 2  # chooses each of the three labels once
+    drawn = [gradient_of_own_labels(logits, u[None], 1, [logits])[0][0] for u in uniform]
     mean = sum(chance * g**2 for chance, g in zip(chances, drawn))
-    yield dp.Row("own labels: mean of g² over all", dp.relative_error(mean, chances - chances**2))
-    for signed, values in (True, x), (False, x**2):
-        code = dynamic_code(signed)
+    yield dp.Row("g² of own labels, in the mean", dp.relative_error(mean, chances - chances**2))
+    for code, values in (dynamic_code(True), x), (dynamic_code(False), x**2):
         codes, maxima = compress(values, code)
         back = restore(codes, maxima, code, values)
-        gaps = (code[1:] - code[:-1]).max().item()
-        off = (F.pad(back - values, (0, 0)).view(-1, BLOCK).abs().amax(1) / maxima).max().item()
-        again = compress(back, code)[0]
-        name = "8 bits, signed" if signed else "8 bits, unsigned"
-        yield dp.Row(name, off, bound=(gaps / 8, gaps / 2))
-        yield dp.Row("  of values that are codes", (again != codes).double().mean().item())
+        worst = ((back - values).view(-1, BLOCK).abs().amax(1) / maxima).max().item()
+        gap = (code[1:] - code[:-1]).max().item()
+        yield dp.Row("8 bits, of a block's maximum", worst, bound=(gap / 8, gap / 2 + 1e-6))
+        changed = (compress(back, code)[0] != codes).double().mean().item()
+        yield dp.Row("  of values that are codes", changed)
     values = torch.linalg.svdvals(newton_schulz(x))
-    yield dp.Row("newton_schulz: singular values", (values - 1).abs().max().item(),
+    yield dp.Row("newton_schulz, singular values", (values - 1).abs().max().item(),
                  bound=(0.01, 0.32))  # fmt: skip
 
 
-def launches(device, rate=0.01):
-    """Rows: AdamW tensor by tensor, on lists, and in one call, on 6 and on 12 tensors."""
-    for T in 6, 12:
-        torch.manual_seed(T)
-        make = lambda: [torch.randn(5, T, dtype=torch.float64).to(device) for _ in range(T)]
-        w, g, m, v = make(), make(), make(), [x.square() for x in make()]
-        for name, formula in ("adamw", 10 * T), ("adamw_foreach", 10), ("adamw_fused", 1):
-            lists = copy.deepcopy([w, g, m, v])
-            steps = [torch.tensor(2.0, device=device) for _ in range(T)]
-            with Launches() as counter:
-                if name == "adamw":
-                    for w_, g_, m_, v_ in zip(*lists):
-                        adamw(w_, g_, {"m": m_, "v": v_}, 2, rate)
-                else:
-                    globals()[name](*lists, steps if name == "adamw_fused" else 2, rate)
-            reference = lists[0] if name == "adamw" else reference
-            yield dp.Row(f"{name}, {T} tensors: {counter.count} launches",
-                         dp.max_error(lists[0], reference) + abs(counter.count - formula))  # fmt: skip
+def launches(device, T=12):
+    """Rows: AdamW tensor by tensor, on lists, and in one call. Their errors are those of w, and 1
+    for each launch that the name does not promise."""
+    torch.manual_seed(T)
+    lists = [[torch.rand(5, T, dtype=torch.float64).to(device) for _ in range(T)] for _ in "wgmv"]
+    one_by_one = lambda *lists: [
+        adamw(w, g, {"m": m, "v": v}, 2, 0.01) for w, g, m, v in zip(*lists)]  # fmt: skip
+    times = [torch.tensor(2.0, device=device) for _ in range(T)]
+    reference = None
+    for name, step, promised in [
+        ("adamw", one_by_one, 10 * T),
+        ("adamw_foreach", partial(adamw_foreach, t=2, rate=0.01), 10),
+        ("adamw_fused", partial(adamw_fused, t=times, rate=0.01), 1),
+    ]:
+        own = copy.deepcopy(lists)
+        with Launches() as counter:
+            step(*own)
+        reference = reference or own[0]
+        error = dp.max_error(own[0], reference) + abs(counter.count - promised)
+        yield dp.Row(f"{name}: {promised} launches, {T} tensors", error)
 
 
-def schedules(group, device, begun=5, total=8):
-    """Rows: a run planned for 50 steps is left after 5, and ends after 8, beside a run planned so."""
-    n = dist.get_world_size(group)
-    for schedule, name in (wsd, "wsd: left after 5 of 50 steps"), (cosine, "cosine: the same"):
-        short, long = ([schedule(t, T, 0.01) for t in range(1, T + 1)] for T in (total, 50))
-        left = long[:begun] + short[begun:]
-        task, ends = Task(device, group), []
-        layout = cut_flat(task.shapes, n)
-        optimizer = Sharded(task.params, {k: adamw for k in task.params}, layout, group)
-        task.train(optimizer, long[:begun])
-        weights, states = copy.deepcopy([[*task.params.values()], optimizer.states])
-        task.train(optimizer, long[begun:begun + 2])  # the long run goes on, and is then left
-        for param, saved in zip(task.params.values(), weights):
-            param.data.copy_(saved)
-        optimizer.states, optimizer.t = states, begun
-        found = task.train(optimizer, short[begun:])
-        for rates in short, left:
-            twin = Task(device)
-            rules = {name: adamw for name in twin.params}
-            ends.append(twin.train(OneProcess(twin.params, rules, cut_rows(twin.shapes, 1)[0]), rates))
-        wanted, predicted = ends
-        yield dp.Row(name, dp.max_error(found, wanted), wrong=dp.max_error(predicted, wanted))
+def left_early(group, device, begun=5, total=14, planned=50):
+    """Row: a run planned for 50 steps is copied after 5; the copy decays, and ends after 14."""
+    short, long = ([wsd(t, T, 0.01) for t in range(1, T + 1)] for T in (total, planned))
+    task = Task(device, dist.get_world_size(group), dist.get_rank(group))
+    optimizer, _ = shared(task, "adamw", group)
+    task.train(optimizer, long[:begun])
+    weights, states = copy.deepcopy([[*task.params.values()], optimizer.states])
+    task.train(optimizer, long[begun : begun + 2])  # the long run goes on; the copy must not
+    for param, saved in zip(task.params.values(), weights):
+        param.data.copy_(saved)
+    optimizer.states, optimizer.t = states, begun
+    found, twin = task.train(optimizer, short[begun:]), Task(device)
+    error = dp.max_error(found, twin.train(alone(twin, "adamw"), short))
+    return dp.Row(f"wsd, left after {begun} of {planned} steps", error)
+
+
+def proof(group, device):
+    """Yield the rows of the table."""
+    rates = [0.01] * 3
+    for method in RULES:
+        yield beside_the_twin(method, group, device, rates)
+    for method, way in [("adamw_8bit", cut_flat), ("adafactor", cut_rows),
+                        ("muon", cut_rows), ("shampoo", cut_rows)]:  # fmt: skip
+        yield cut_wrongly(method, way, group, device, rates)
+    yield sign_before_the_sum(group, device)
+    yield from in_backward(group, device, rates)
+    yield from estimates(device)
+    yield from launches(device)
+    yield left_early(group, device)
+
+
+def train(args, group, device):
+    """Train the same model with every rule, beside the bytes that each remembers."""
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    peaks = {"lion": 2e-3, "sophia": 2e-3, "adafactor": 3e-2, "muon": 1e-2}
+    dp.say(f"\nunigram entropy {dp.unigram_entropy(dp.read_text(args.text, 65)):.3f}\n"
+           "               rate   state, bytes a parameter   loss of the last tenth of the steps")
+    for method in RULES:
+        task = Task(device, n, r, torch.float32, args.text, B=48, S=32)
+        optimizer, _ = shared(task, method, group)
+        peak = peaks.get(method, 1e-2)
+        losses = []
+        task.seen = losses.append
+        rates = [wsd(t, args.steps, peak) for t in range(1, args.steps + 1)]
+        task.train(optimizer, rates, 10 * (method == "sophia"))
 
 
 def main(args, device):
-    """Prove, then train with every optimizer; 0 if everything is as claimed."""
+    """Prove, then train with every rule; 0 if everything is as claimed."""
     group = dist.group.WORLD
     dp.say(f"optimizers · {dist.get_world_size()} ranks · {dist.get_backend()} · {device.type}")
-    return dp.prove(list(proof(group, device)), device)
+    broken = dp.prove(list(proof(group, device)), device)
+    if args.steps:
+        train(args, group, device)
+    return broken
 
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    if ranks > 24:
-        raise ValueError(f"{ranks} ranks: the proof has 24 sequences, so start at most 24")
+    if ranks > 16:
+        raise ValueError(f"{ranks} ranks: the smallest matrix has 16 rows, so start at most 16")
     dp.read_text(args.text, at_least=65)
 
 
