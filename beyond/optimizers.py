@@ -1,43 +1,37 @@
 """optimizers · What a step remembers, and where this memory may be cut
 
-An optimizer keeps a state for each parameter, often larger than the parameter itself. n ranks share
-this state: each rank steps its own pieces of the parameters and remembers only what these pieces
-need. Some rules look at one element at a time; they may be cut anywhere. Others look at a whole
-matrix; they may not.
+An optimizer keeps a state for each parameter, often larger than the parameter. n ranks can share
+it: each rank steps its own pieces of the parameters, and remembers only what these pieces need.
+Some rules look at one element at a time; they may be cut anywhere. Others look at a whole matrix.
 
     rank 0   weights P   state of pieces 0   steps pieces 0 ─┐ all-gather: every rank
-    rank 1   weights P   state of pieces 1   steps pieces 1 ─┤ holds all new weights
-    ...                                                     ─┘
+    rank 1   weights P   state of pieces 1   steps pieces 1 ─┴ holds all new weights
 
-    rule        remembers of a tensor (rows, columns)       elements           may be cut
-    adamw       means of g and g²                           2P                 anywhere
-    lion        a mean of g                                 P                  anywhere
-    sophia      means of g and of the curvature             2P                 anywhere
-    adamw_8bit  codes of both means; maxima of 256          2P bytes + P/32    between blocks
-    adafactor   means of g² by row and by column            rows + columns     by rows, with sums
-    muon        a mean of g                                 P                  not at all
-    shampoo     two squares, their roots, adamw's means     2(rows² + columns² + P)  into blocks
+    rule        remembers of a tensor (rows, columns)    elements                    may be cut
+    adamw       means of g and g²                        2P                          anywhere
+    lion        a mean of g                              P                           anywhere
+    sophia      means of g and of the curvature          2P                          anywhere
+    adamw_8bit  bytes for both means, maxima of 256      2P bytes + P/32 bytes       between blocks
+    adafactor   means of g² by row and by column         rows + columns              by rows, + sums
+    muon        a mean of g                              P                           not at all
+    shampoo     g gᵀ, gᵀ g, their roots, adamw's means   2(rows² + columns² + P)     into blocks
 
-    moves in a step                    elements sent by each rank
-    gradients in, weights out          2(n-1) · pieces of the fullest rank, about 2(n-1)/n · P
-    adafactor's sums                   2(n-1)/n · (columns + 4) a tensor, more
-    a step in backward                 2(n-1)/n · P; of gradients it holds one tensor, not P
+    moves in a step                       elements that a rank sends
+    gradients in, weights out             2(n-1) · pieces of the fullest rank: about 2(n-1)/n · P
+    adafactor's sums, beside these        2(n-1)/n · (columns + 4) for each tensor
+    a step in backward                    2(n-1)/n · P; it holds one gradient tensor, not P
 
-    python beyond/optimizers.py                          four ranks, seven optimizers
+    python beyond/optimizers.py                          four ranks, seven rules
     torchrun --nproc-per-node 4 beyond/optimizers.py     the same, started by torchrun
 
-The run shows state beside loss at equal steps. It does not say which optimizer is best: rates were
-not tuned, and the model is tiny.
-
-Guide: Frontier and the future (there, "10-20% improvement" has no source) · FAQ (Lion saves half of
-the moments: 4 of 16 bytes a parameter) · Fused operations · Async optimizer step · WSD.
+Guide: Fused operations · Async optimizer step · Frontier and the future · FAQ (Lion, WSD, 8-bit).
 Sources: AdamW 1711.05101 · Lion 2302.06675 · Sophia 2305.14342 · 8-bit 2110.02861 · Adafactor
-1804.04235 · Shampoo 1802.09568, distributed 2309.06497 · WSD 2404.06395 · Muon: Jordan 2024 (blog).
+1804.04235 · Shampoo 1802.09568 and 2309.06497 · WSD 2404.06395 · Muon: Jordan 2024, a blog post
 Questions  QM.1 * which mean is used when?   QM.2 ** which rules may be cut where?
            QM.3 *** what must be known before the first tensor may step?
 """
 # n ranks · r this rank · B sequences · b sequences of this rank · S tokens of a sequence
-# D width · V vocabulary · F hidden units · P parameters
+# V vocabulary · P parameters
 
 import copy
 import importlib
@@ -57,7 +51,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 dp = importlib.import_module("01_dp")
 
 BLOCK = 256  # elements that share a maximum in 8-bit states
-SIDE = 64  # rows and columns of a Shampoo block; large models take 1,024 to 8,192
+SIDE = 64  # rows and columns of a Shampoo block, at most; large models take 1,024 to 8,192
 
 
 # ── by hand: each rank steps its own rows ────────────────────────────────────────────────────
@@ -65,23 +59,21 @@ SIDE = 64  # rows and columns of a Shampoo block; large models take 1,024 to 8,1
 # Two ranks share a matrix, one row each. The gradient, summed over the ranks, is G. Lion's step is
 # the sign of each element. Muon's step is the orthogonal matrix that is nearest to G.
 #
-#     G        sign, of the whole   sign, row by row   nearest, of the whole   nearest, row by row
+#     G        signs, of the whole  signs, row by row  nearest, of the whole   nearest, row by row
 #     1  0     1  0                 1  0               0.89 -0.45              1.00  0.00
 #     1  1     1  1                 1  1               0.45  0.89              0.71  0.71
 #
 # A sign needs nothing but its own element. The nearest orthogonal matrix of a single row is the row
-# divided by its length: the rank that has it cannot know how it stands to the other row. So Lion's
-# matrix may be cut between ranks, and Muon's may not. The rest of this file is about that line.
+# divided by its length: the rank that has this row does not know its angle to the other row. So
+# Lion's matrix may be cut between ranks, and Muon's may not.
 
 
 def step_by_hand(w, gradient, direction, rate, group):
-    """Step a matrix, in place, of which each rank steps an equal share of the rows.
+    """Step w (rows, columns), in place; each rank steps n-th part of the rows, and gets the others.
 
-    w (rows, columns) is the same on all ranks, gradient is this rank's part of a sum, and direction
-    maps a gradient to a step. The rank remembers nothing of the other rows.
+    `gradient` is this rank's part of a sum; `direction` maps a gradient to a step.
     """
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    own_w = w.chunk(n)[r].clone()
+    own_w = w.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
     own_gradient = torch.empty_like(own_w)
     # reduce_scatter(SUM) over dp, P: this rank now holds the whole gradient of its rows
     dist.reduce_scatter_single(own_gradient, gradient, group=group)
@@ -93,8 +85,7 @@ def step_by_hand(w, gradient, direction, rate, group):
 # ── rules that look at one element ───────────────────────────────────────────────────────────
 
 # A rule changes w in place and keeps what it remembers in `state`, a dict of tensors that is empty
-# before the first step. t counts steps from 1. All rules shrink w first ("decoupled" decay), so the
-# decay is not divided by a mean of gradients.
+# before the first step. t counts steps from 1. Most rules shrink w by its decay apart from g.
 
 
 def remembered(state, w, *names):
@@ -105,8 +96,7 @@ def remembered(state, w, *names):
 def adam_direction(m, v, g, t, betas=(0.9, 0.95), eps=1e-8):
     """Update the means m of g and v of g², in place; return the direction of Adam's step t.
 
-    Both means begin at zero. After t steps their weights add up to 1 - beta^t, so they are divided
-    by it.
+    Both means begin at zero: after t steps, the weights of all g add up to 1 - beta^t only.
     """
     m.lerp_(g, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
@@ -120,8 +110,11 @@ def adamw(w, g, state, t, rate, decay=0.1):
 
 
 def lion(w, g, state, t, rate, betas=(0.9, 0.99), decay=0.1):
-    """Step w by the sign of a mean (arXiv:2302.06675, algorithm 2). Every element moves by `rate`,
-    so Lion takes a rate 3 to 10 times below AdamW's."""
+    """Step w by the sign of a mean (arXiv:2302.06675, algorithm 2).
+
+    Every element moves by `rate`, which is 3 to 10 times below AdamW's. Where g is zero but for
+    rounding, as that of the bias of attention's keys, the sign is noise.
+    """
     (m,) = remembered(state, w, "m")
     # QM.1 * Lion has two betas and one mean. Which beta makes the step, which one the memory?
     #      hint: the step follows the gradient of now more closely than the memory does
@@ -143,16 +136,11 @@ def sophia(w, g, state, t, rate, beta=0.96, gamma=0.05, eps=1e-12, decay=0.1):
     w.mul_(1 - rate * decay).sub_(direction, alpha=rate)
 
 
-def see_curvature(w, estimate, state, beta=0.99):
-    """Take a new estimate of the diagonal of the Hessian into Sophia's mean h."""
-    remembered(state, w, "m", "h")[1].lerp_(estimate, 1 - beta)
-
-
 def hutchinson(loss_share, params, seed):
     """Estimate the diagonal of this rank's part of the Hessian as u · (Hessian u), tensor by tensor.
 
-    u holds random signs, the same on all ranks; the parts then add up to the estimate of the whole.
-    The mean over u is the diagonal, because u_i u_j has mean 0 for i != j. Needs two backwards.
+    u holds random signs, the same on all ranks, so the parts add up to the estimate of the whole.
+    Its mean over u is the diagonal: u_i u_j has mean 0 for i != j. It costs a second backward.
     """
     draw = torch.Generator().manual_seed(seed)
     gradients = torch.autograd.grad(loss_share, params, create_graph=True)
@@ -163,9 +151,9 @@ def hutchinson(loss_share, params, seed):
 def gradient_of_own_labels(logits_bSV, uniform_bS, num_labels, params):
     """Compute this rank's part of the gradient for labels that the model draws itself.
 
-    uniform_bS are numbers in [0, 1) that choose the labels. Let g be the sum over ranks. Then
-    num_labels · g² has the diagonal of the Gauss-Newton matrix as its mean: of such labels the
-    gradient has mean zero, so labels add up their squares. Square after the sum over ranks.
+    uniform_bS, in [0, 1), choose the labels. With g the sum over ranks, num_labels · g² has the
+    diagonal of the Gauss-Newton matrix as its mean: such labels have gradients of mean zero, so the
+    squares of single labels add up, and products of two labels do not count.
     """
     below_bSV = logits_bSV.softmax(-1).cumsum(-1) <= uniform_bS[..., None]
     labels_bS = below_bSV.sum(-1).clamp(max=logits_bSV.shape[-1] - 1)
@@ -208,11 +196,14 @@ def restore(codes, maxima, code, like):
 
 def adamw_8bit(w, g, state, t, rate, decay=0.1):
     """Step w by AdamW, with both means kept as bytes between steps (arXiv:2110.02861)."""
-    codes = {"m": dynamic_code(signed=True), "v": dynamic_code(signed=False)}
-    means = [restore(*state[k], codes[k], w) if state else torch.zeros_like(w) for k in codes]
+    means = []
+    for k, signed in ("m", True), ("v", False):
+        old = state.get(k), state.get(f"maxima of {k}"), dynamic_code(signed)
+        means.append(restore(*old, w) if state else torch.zeros_like(w))
     direction = adam_direction(*means, g, t)
     w.mul_(1 - rate * decay).sub_(direction, alpha=rate)
-    state.update({k: compress(mean, codes[k]) for k, mean in zip(codes, means)})
+    for mean, k, signed in zip(means, "mv", (True, False)):
+        state[k], state[f"maxima of {k}"] = compress(mean, dynamic_code(signed))
 
 
 # ── a rule of rows and columns: it may be cut by rows, if ranks share sums ───────────────────
@@ -300,9 +291,9 @@ def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
     state["left"] += g @ g.T
     state["right"] += g.T @ g
     if (t - 1) % every == 0:
-        state["roots"] = [inverse_fourth_root(state[side]) for side in ("left", "right")]
-    left, right = state["roots"]
-    direction = left @ g @ right
+        for side in "left", "right":
+            state[f"{side} root"] = inverse_fourth_root(state[side])
+    direction = state["left root"] @ g @ state["right root"]
     length = adam_direction(m, v, g, t).norm() / direction.norm().clamp(min=1e-30)
     w.mul_(1 - rate * decay).sub_(direction * length, alpha=rate)
 
@@ -310,23 +301,20 @@ def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
 RULES = {rule.__name__: rule for rule in
          (adamw, lion, sophia, adamw_8bit, adafactor, muon, shampoo)}  # fmt: skip
 
-# elements that a rule remembers of a piece (rows, columns)
-REMEMBERED = {
-    "adamw": lambda rows, columns: 2 * rows * columns,
-    "lion": lambda rows, columns: rows * columns,
-    "sophia": lambda rows, columns: 2 * rows * columns,
-    "adafactor": lambda rows, columns: rows + columns,
-    "muon": lambda rows, columns: rows * columns,
-    "shampoo": lambda rows, columns: 2 * (rows**2 + columns**2 + rows * columns),
-}
-
 
 def state_bytes(rule, piece, itemsize):
     """Return by formula the bytes that a rule remembers of a piece, in elements of itemsize."""
     rows, columns = piece.shape()
-    if rule == "adamw_8bit":
-        return 2 * (rows * columns + 4 * math.ceil(rows * columns / BLOCK))
-    return REMEMBERED[rule](rows, columns) * itemsize
+    elements = rows * columns
+    return {
+        "adamw": 2 * elements * itemsize,
+        "lion": elements * itemsize,
+        "sophia": 2 * elements * itemsize,
+        "adamw_8bit": 2 * elements + 2 * 4 * math.ceil(elements / BLOCK),
+        "adafactor": (rows + columns) * itemsize,
+        "muon": elements * itemsize,
+        "shampoo": 2 * (rows**2 + columns**2 + elements) * itemsize,
+    }[rule]
 
 
 def choose(method, shapes):
@@ -448,10 +436,14 @@ class OneProcess:
             self.rules[piece.name](piece.of(self.params), g, state, self.t, rate)
 
     @torch.no_grad()
-    def see_curvature(self, gradients, num_labels):
-        """Take {name: gradient} of labels that the model drew itself into Sophia's states."""
+    def see_curvature(self, gradients, num_labels, beta=0.99):
+        """Take {name: gradient} of labels that the model drew into the mean curvature h of Sophia.
+
+        The sum over ranks comes first, the square after it.
+        """
         for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
-            see_curvature(piece.of(self.params), num_labels * g.square(), state)
+            _, h = remembered(state, piece.of(self.params), "m", "h")
+            h.lerp_(num_labels * g.square(), 1 - beta)
 
 
 class Sharded(OneProcess):
@@ -493,13 +485,6 @@ class Sharded(OneProcess):
         for row, pieces in zip(rows, self.layout):
             for piece, values in zip(pieces, self.unpack(row, pieces)):
                 piece.of(self.params).copy_(values)
-
-
-def nbytes(x):
-    """Count the bytes of all tensors in a nest of dicts and lists."""
-    if torch.is_tensor(x):
-        return x.nbytes
-    return sum(map(nbytes, x.values() if isinstance(x, dict) else x))
 
 
 # ── a step in backward: no gradient waits for the others ─────────────────────────────────────
@@ -550,40 +535,6 @@ class InBackward:
         # /QM.3
 
 
-# ── fewer launches: the same ten operations on lists of tensors, or all in one ───────────────
-
-
-def adamw_foreach(w, g, m, v, t, rate, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
-    """Step lists of tensors by AdamW, in place: ten calls, however many tensors there are."""
-    torch._foreach_lerp_(m, g, 1 - betas[0])
-    torch._foreach_mul_(v, betas[1])
-    torch._foreach_addcmul_(v, g, g, 1 - betas[1])
-    direction = torch._foreach_div(m, 1 - betas[0] ** t)
-    scale = torch._foreach_div(v, 1 - betas[1] ** t)
-    torch._foreach_sqrt_(scale)
-    torch._foreach_add_(scale, eps)
-    torch._foreach_div_(direction, scale)
-    torch._foreach_mul_(w, 1 - rate * decay)
-    torch._foreach_add_(w, direction, alpha=-rate)
-
-
-def adamw_fused(w, g, m, v, t, rate, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
-    """Step lists of tensors by AdamW in torch's one call; t is a list of tensors, one for each."""
-    options = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay)
-    torch._fused_adamw_(w, g, m, v, [], t, lr=rate, amsgrad=False, maximize=False, **options)
-
-
-class Launches(TorchDispatchMode):
-    """While open, counts the operations that torch dispatches; on a GPU, each is a launch or more.
-    A foreach operation counts once, although it may launch several kernels for a long list."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += 1
-        return operation(*args, **(kwargs or {}))
-
-
 # ── rates: a stable phase does not know where it ends ────────────────────────────────────────
 
 
@@ -601,102 +552,102 @@ def wsd(t, total, peak, warmup=4, decay=8):
 
 
 class Task:
-    """01's model and one rank's share of its batches; by default, the whole batches on one."""
+    """A small model, and one rank's share of its batches; by default, the whole batches."""
 
     def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=24, S=16):
         torch.manual_seed(0)
         self.model = dp.LanguageModel(D=32, layers=1, heads=2, S=S).to(device, dtype)
-        self.params, self.text, self.B, self.S = dict(self.model.named_parameters()), text, B, S
+        self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # see lion
+        params = self.model.named_parameters()
+        self.params = {name: param for name, param in params if param.requires_grad}
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        self.text = dp.read_text(text, 65)
+        self.text, self.B, self.S = dp.read_text(text, 65), B, S
         self.own = lambda whole: whole.tensor_split(n)[r].to(device)
+
+    def batch(self, t):
+        """Return this rank's bytes and labels of step t."""
+        return map(self.own, dp.sample(self.text, t, self.B, self.S))
 
     def share(self, t):
         """Compute this rank's share of the loss of step t."""
-        x_bS, y_bS = map(self.own, dp.sample(self.text, t, self.B, self.S))
-        return dp.loss_share(self.model, x_bS, y_bS, self.B * self.S)
-
-    def gradients(self, t):
-        """Compute this rank's part of the gradients of step t, by name."""
-        return self.by_name(torch.autograd.grad(self.share(t), list(self.params.values())))
-
-    def by_name(self, tensors):
-        return dict(zip(self.params, tensors))
+        return dp.loss_share(self.model, *self.batch(t), self.B * self.S)
 
     def curvature(self, t):
-        """Compute this rank's part of the gradients of labels that the model draws, by name."""
+        """Compute this rank's part of the gradients of labels that the model draws."""
         uniform_BS = torch.rand(self.B, self.S, generator=torch.Generator().manual_seed(t))
-        logits_bSV = self.model(self.own(dp.sample(self.text, t, self.B, self.S)[0]))
-        given = logits_bSV, self.own(uniform_BS), self.B * self.S, list(self.params.values())
-        return self.by_name(gradient_of_own_labels(*given))
+        given = self.own(uniform_BS), self.B * self.S, list(self.params.values())
+        return gradient_of_own_labels(self.model(next(self.batch(t))), *given)
 
-    def train(self, optimizer, rates, every=0, change=dict):
-        """Take a step for each rate; see the curvature `every` steps; `change` clips gradients."""
+    def train(self, optimizer, rates, curvature_every=0, change=dict, seen=lambda loss: None):
+        """Take a step for each rate. `change` maps gradients to others; `seen` gets each loss."""
         for t, rate in enumerate(rates, start=optimizer.t):
-            if every and t % every == 0:
-                optimizer.see_curvature(self.curvature(t), self.B * self.S)
-            optimizer.step(change(self.gradients(t)), rate)
+            if curvature_every and t % curvature_every == 0:
+                parts = dict(zip(self.params, self.curvature(t)))
+                optimizer.see_curvature(parts, self.B * self.S)
+            share = self.share(t)
+            seen(share.detach())
+            parts = torch.autograd.grad(share, list(self.params.values()))
+            optimizer.step(change(dict(zip(self.params, parts))), rate)
         return [param.detach() for param in self.params.values()]
 
 
-def alone(task, method, pieces=None):
-    """Return the twin's optimizer: one process that steps whole tensors, or the given pieces."""
-    names = choose(method, task.shapes)
-    rules = {parameter: RULES[name] for parameter, name in names.items()}
-    return OneProcess(task.params, rules, pieces or cut(names, task.shapes, 1)[0])
-
-
-def shared(task, method, group):
-    """Return the optimizer that keeps to the twin's steps on n ranks, and its rules' names."""
+def optimizer_of(task, method, group=None, pieces=None):
+    """Return an optimizer of one process, or over a group, and the names of its rules."""
     names = choose(method, task.shapes)
     rules = RULES | {"adafactor": partial(adafactor, group=group)}
     rules = {parameter: rules[name] for parameter, name in names.items()}
+    if group is None:
+        return OneProcess(task.params, rules, pieces or cut(names, task.shapes, 1)[0]), names
     layout = cut(names, task.shapes, dist.get_world_size(group))
     return Sharded(task.params, rules, layout, group), names
 
 
+def one_process(method, device, rates, pieces=None, **options):
+    """Train the twin; return its weights. It steps whole tensors, or the given pieces."""
+    task = Task(device)
+    return task.train(optimizer_of(task, method, pieces=pieces)[0], rates, **options)
+
+
 def beside_the_twin(method, group, device, rates):
     """Row: n ranks that step their own pieces, beside one process that steps whole tensors."""
-    n, r, every = dist.get_world_size(group), dist.get_rank(group), int(method == "sophia")
-    task, twin = Task(device, n, r), Task(device)
-    optimizer, names = shared(task, method, group)
+    n, r = dist.get_world_size(group), dist.get_rank(group)
+    task, every = Task(device, n, r), int(method == "sophia")
+    optimizer, names = optimizer_of(task, method, group)
     with dp.Ledger() as ledger:
         found = task.train(optimizer, rates, every)
-    wanted = twin.train(alone(twin, method), rates, every)
+    error = dp.max_error(found, one_process(method, device, rates, curvature_every=every))
     sent = len(rates) * (2 + every) * (n - 1) * optimizer.room * 8
     if method == "adafactor":
         columns = [math.prod(shape[1:]) for shape in task.shapes.values()]
         sent += len(rates) * sum(2 * (n - 1) / n * (count + 4) * 8 for count in columns)
-    held = sum(state_bytes(names[piece.name], piece, 8) for piece in optimizer.pieces)
-    found = dp.max_error(found, wanted), (sum(ledger.sent.values()), sent)
-    return dp.Row(method, *found, (nbytes(optimizer.states), held))
+    held = sum(x.nbytes for state in optimizer.states for x in state.values())
+    formula = sum(state_bytes(names[piece.name], piece, 8) for piece in optimizer.pieces)
+    return dp.Row(method, error, (sum(ledger.sent.values()), sent), (held, formula))
 
 
 def cut_wrongly(method, way, group, device, rates):
-    """Row: n ranks whose pieces lack what the rule needs, beside a process that steps so."""
+    """Row: n ranks whose pieces lack what the rule needs, beside one process that steps these."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
-    task, twin, pieces = Task(device, n, r), Task(device), Task(device)
-    layout = way(task.shapes, n)
-    rules = alone(task, method).rules
+    task, wanted = Task(device, n, r), one_process(method, device, rates)
+    rules, layout = optimizer_of(task, method)[0].rules, way(task.shapes, n)
     found = task.train(Sharded(task.params, rules, layout, group), rates)
-    wanted = twin.train(alone(twin, method), rates)
-    predicted = pieces.train(alone(pieces, method, sum(layout, [])), rates)
+    predicted = one_process(method, device, rates, sum(layout, []))
     errors = [dp.max_error(values, wanted) for values in (found, predicted)]
     return dp.Row(f"{method}, {way.__name__}", errors[0], wrong=errors[1])
 
 
 def sign_before_the_sum(group, device):
     """Row: each rank takes Lion's step on its own gradient, and then weights are averaged."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    here, whole, parts = Task(device, n, r), Task(device), [Task(device, n, i) for i in range(n)]
-    here, whole, *parts = [
-        task.train(alone(task, "lion"), [0.01]) for task in (here, whole, *parts)]  # fmt: skip
-    for tensor in here:
-        # all_reduce(SUM) over dp, P: the sum of the weights, each moved by its own sign
-        dist.all_reduce(tensor.div_(n), group=group)
-    mean = [sum(tensors) / n for tensors in zip(*parts)]
-    return dp.Row("lion, signs before the sum", dp.max_error(here, whole),
-                  wrong=dp.max_error(mean, whole))  # fmt: skip
+    n, r, ends = dist.get_world_size(group), dist.get_rank(group), []
+    for task in [Task(device), *(Task(device, n, i) for i in range(n))]:
+        ends.append(task.train(optimizer_of(task, "lion")[0], [0.01]))
+    wanted, mean = ends[0], [sum(tensors) / n for tensors in zip(*ends[1:])]
+    found = [tensor / n for tensor in ends[1 + r]]
+    for tensor in found:
+        # all_reduce(SUM) over dp, P: the mean of weights that each rank moved by its own signs
+        dist.all_reduce(tensor, group=group)
+    errors = [dp.max_error(values, wanted) for values in (found, mean)]
+    return dp.Row("lion, signs before the sum", errors[0], wrong=errors[1])
 
 
 def in_backward(group, device, rates, limit=0.1):
@@ -706,26 +657,24 @@ def in_backward(group, device, rates, limit=0.1):
     norm = lambda parts: torch.stack([g.square().sum() for g in parts.values()]).sum().sqrt()
     together = lambda parts: {name: clip(g, norm(parts)) for name, g in parts.items()}
     apart = lambda parts: {name: clip(g, g.norm()) for name, g in parts.items()}
+    by_own_norm = lambda w, g, *rest: adamw(w, clip(g, g.norm()), *rest)
     for name, rule, bound, right, done in [
         ("adamw in backward", adamw, math.inf, dict, dict),
         ("  clipped, in two passes", adamw, limit, together, together),
-        ("  each tensor by its own norm",
-         lambda w, g, *rest: adamw(w, clip(g, g.norm()), *rest), math.inf, together, apart),
-    ]:  # fmt: skip
-        task, twins = Task(device, n, r), [Task(device), Task(device)]
+        ("  each tensor by its own norm", by_own_norm, math.inf, together, apart),
+    ]:
+        task = Task(device, n, r)
         optimizer = InBackward(task.params, rule, group)
         with dp.Ledger() as ledger:
             for t, rate in enumerate(rates):
                 optimizer.step(partial(task.share, t), rate, bound)
-        wanted, predicted = (twin.train(alone(twin, "adamw"), rates, change=change)
-                             for twin, change in zip(twins, (right, done)))  # fmt: skip
+        wanted, predicted = (one_process("adamw", device, rates, change=x) for x in (right, done))
         sizes = [param.nbytes for param in task.params.values()]
         passes = len(rates) * (2 if bound < math.inf else 1)
-        yield dp.Row(
-            name, dp.max_error(task.params.values(), wanted),
-            (sum(ledger.sent.values()), passes * 2 * (n - 1) / n * sum(sizes)),
-            (optimizer.most_held, max(sizes)), wrong=dp.max_error(predicted, wanted),
-        )  # fmt: skip
+        sent = sum(ledger.sent.values()), passes * 2 * (n - 1) / n * sum(sizes)
+        error = dp.max_error(task.params.values(), wanted)
+        wrong = dp.max_error(predicted, wanted)
+        yield dp.Row(name, error, sent, (optimizer.most_held, max(sizes)), wrong)
 
 
 def estimates(device):
@@ -740,54 +689,59 @@ def estimates(device):
     drawn = [gradient_of_own_labels(logits, u[None], 1, [logits])[0][0] for u in uniform]
     mean = sum(chance * g**2 for chance, g in zip(chances, drawn))
     yield dp.Row("g² of own labels, in the mean", dp.relative_error(mean, chances - chances**2))
-    for code, values in (dynamic_code(True), x), (dynamic_code(False), x**2):
-        codes, maxima = compress(values, code)
-        back = restore(codes, maxima, code, values)
-        worst = ((back - values).view(-1, BLOCK).abs().amax(1) / maxima).max().item()
-        gap = (code[1:] - code[:-1]).max().item()
-        yield dp.Row("8 bits, of a block's maximum", worst, bound=(gap / 8, gap / 2 + 1e-6))
-        changed = (compress(back, code)[0] != codes).double().mean().item()
-        yield dp.Row("  of values that are codes", changed)
-    values = torch.linalg.svdvals(newton_schulz(x))
-    yield dp.Row("newton_schulz, singular values", (values - 1).abs().max().item(),
-                 bound=(0.01, 0.32))  # fmt: skip
+    code = dynamic_code(signed=True)
+    codes, maxima = compress(x, code)
+    back = restore(codes, maxima, code, x)
+    worst = ((back - x).view(-1, BLOCK).abs().amax(1) / maxima).max().item()
+    yield dp.Row("8 bits, error / maximum of block", worst, bound=(0.002, 0.9 / 64 / 2 + 1e-6))
+    changed = (compress(back, code)[0] != codes).double().mean().item()
+    yield dp.Row("  of values that are codes", changed)
+    off = (torch.linalg.svdvals(newton_schulz(x)) - 1).abs().max().item()
+    yield dp.Row("newton_schulz, singular values", off, bound=(0.01, 0.32))
+
+
+class Launches(TorchDispatchMode):
+    """While open, counts the operations that torch dispatches: on a GPU, each is a launch or more."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def launches(device, T=12):
-    """Rows: AdamW tensor by tensor, on lists, and in one call. Their errors are those of w, and 1
-    for each launch that the name does not promise."""
-    torch.manual_seed(T)
-    lists = [[torch.rand(5, T, dtype=torch.float64).to(device) for _ in range(T)] for _ in "wgmv"]
-    one_by_one = lambda *lists: [
-        adamw(w, g, {"m": m, "v": v}, 2, 0.01) for w, g, m, v in zip(*lists)]  # fmt: skip
-    times = [torch.tensor(2.0, device=device) for _ in range(T)]
-    reference = None
-    for name, step, promised in [
-        ("adamw", one_by_one, 10 * T),
-        ("adamw_foreach", partial(adamw_foreach, t=2, rate=0.01), 10),
-        ("adamw_fused", partial(adamw_fused, t=times, rate=0.01), 1),
-    ]:
-        own = copy.deepcopy(lists)
+    """Rows: adamw above, then torch's own by tensor, by lists (foreach) and in one call (fused).
+    An error is that of the weights, plus 1 for each launch that the formula does not know."""
+    lists = [[torch.full((5,), i + k / T, device=device).double() for k in range(1, T + 1)]
+             for i in range(4)]  # fmt: skip
+    options = dict(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    for name, kind, promised in [("adamw", None, 10 * T), ("torch's, foreach", "foreach", 13),
+                                 ("torch's, fused", "fused", 2)]:  # fmt: skip
+        w, g, m, v = copy.deepcopy(lists)
+        times = [torch.tensor(1.0, device=device) for _ in w]
         with Launches() as counter:
-            step(*own)
-        reference = reference or own[0]
-        error = dp.max_error(own[0], reference) + abs(counter.count - promised)
-        yield dp.Row(f"{name}: {promised} launches, {T} tensors", error)
+            for x in zip(w, g, m, v) if kind is None else ():
+                adamw(x[0], x[1], {"m": x[2], "v": x[3]}, 2, 0.01)
+            if kind:
+                importlib.import_module("torch.optim.adamw").adamw(w, g, m, v, [], times, **{kind: True}, amsgrad=False,
+                                        maximize=False, **options)  # fmt: skip
+        reference = w if kind is None else reference
+        error = dp.max_error(w, reference) + abs(counter.count - promised)
+        print(counter.count)
+        yield dp.Row(f"{name}: {promised} launches", error)
 
 
-def left_early(group, device, begun=5, total=14, planned=50):
+def left_early(device, begun=5, total=14, planned=50):
     """Row: a run planned for 50 steps is copied after 5; the copy decays, and ends after 14."""
     short, long = ([wsd(t, T, 0.01) for t in range(1, T + 1)] for T in (total, planned))
-    task = Task(device, dist.get_world_size(group), dist.get_rank(group))
-    optimizer, _ = shared(task, "adamw", group)
+    task = Task(device)
+    optimizer, _ = optimizer_of(task, "adamw")
     task.train(optimizer, long[:begun])
-    weights, states = copy.deepcopy([[*task.params.values()], optimizer.states])
+    copied, its_optimizer = copy.deepcopy((task, optimizer))
     task.train(optimizer, long[begun : begun + 2])  # the long run goes on; the copy must not
-    for param, saved in zip(task.params.values(), weights):
-        param.data.copy_(saved)
-    optimizer.states, optimizer.t = states, begun
-    found, twin = task.train(optimizer, short[begun:]), Task(device)
-    error = dp.max_error(found, twin.train(alone(twin, "adamw"), short))
+    found = copied.train(its_optimizer, short[begun:])
+    error = dp.max_error(found, one_process("adamw", device, short))
     return dp.Row(f"wsd, left after {begun} of {planned} steps", error)
 
 
@@ -796,30 +750,35 @@ def proof(group, device):
     rates = [0.01] * 3
     for method in RULES:
         yield beside_the_twin(method, group, device, rates)
-    for method, way in [("adamw_8bit", cut_flat), ("adafactor", cut_rows),
-                        ("muon", cut_rows), ("shampoo", cut_rows)]:  # fmt: skip
-        yield cut_wrongly(method, way, group, device, rates)
+    yield cut_wrongly("adamw_8bit", cut_flat, group, device, rates)
+    for method in "adafactor", "muon", "shampoo":
+        yield cut_wrongly(method, cut_rows, group, device, rates)
     yield sign_before_the_sum(group, device)
     yield from in_backward(group, device, rates)
     yield from estimates(device)
     yield from launches(device)
-    yield left_early(group, device)
+    yield left_early(device)
 
 
 def train(args, group, device):
-    """Train the same model with every rule, beside the bytes that each remembers."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    peaks = {"lion": 2e-3, "sophia": 2e-3, "adafactor": 3e-2, "muon": 1e-2}
-    dp.say(f"\nunigram entropy {dp.unigram_entropy(dp.read_text(args.text, 65)):.3f}\n"
-           "               rate   state, bytes a parameter   loss of the last tenth of the steps")
+    """Train one model with every rule; print what the ranks remember beside the loss."""
+    peaks = {"lion": 2e-3, "sophia": 2e-3, "adafactor": 0.1, "muon": 0.02}
+    entropy, last = dp.unigram_entropy(dp.read_text(args.text, 65)), max(1, args.steps // 10)
+    dp.say(f"\nunigram entropy {entropy:.3f}; loss: mean of the last {last} steps\n"
+           "             peak rate   bytes of state a parameter, all ranks    loss")  # fmt: skip
     for method in RULES:
-        task = Task(device, n, r, torch.float32, args.text, B=48, S=32)
-        optimizer, _ = shared(task, method, group)
-        peak = peaks.get(method, 1e-2)
-        losses = []
-        task.seen = losses.append
+        task = Task(device, dist.get_world_size(group), dist.get_rank(group), torch.float32,
+                    args.text, B=48)  # fmt: skip
+        optimizer, _ = optimizer_of(task, method, group)
+        losses, peak = [], peaks.get(method, 0.01)
         rates = [wsd(t, args.steps, peak) for t in range(1, args.steps + 1)]
-        task.train(optimizer, rates, 10 * (method == "sophia"))
+        task.train(optimizer, rates, 10 * (method == "sophia"), seen=losses.append)
+        held = sum(x.nbytes for state in optimizer.states for x in state.values())
+        told = torch.stack([sum(losses[-last:]) / last, task.text.new_tensor(held).to(losses[0])])
+        # all_reduce(SUM) over dp, 2: the shares of the loss, and the bytes of all ranks
+        dist.all_reduce(told, group=group)
+        size = sum(map(math.prod, task.shapes.values()))
+        dp.say(f"{method:13}{peak:9.3f}{told[1] / size:25.2f}{told[0]:22.3f}")
 
 
 def main(args, device):
