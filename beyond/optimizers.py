@@ -69,10 +69,8 @@ SIDE = 64  # rows and columns of a Shampoo block, at most; large models take 1,0
 
 
 def step_by_hand(w, gradient, direction, rate, group):
-    """Step w (rows, columns), in place; each rank steps n-th part of the rows, and gets the others.
-
-    `gradient` is this rank's part of a sum; `direction` maps a gradient to a step.
-    """
+    """Step w (rows, columns), in place: each rank steps its share of the rows by `direction` of the
+    summed gradient, and gets the other rows from the other ranks."""
     own_w = w.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
     own_gradient = torch.empty_like(own_w)
     # reduce_scatter(SUM) over dp, P: this rank now holds the whole gradient of its rows
@@ -94,10 +92,8 @@ def remembered(state, w, *names):
 
 
 def adam_direction(m, v, g, t, betas=(0.9, 0.95), eps=1e-8):
-    """Update the means m of g and v of g², in place; return the direction of Adam's step t.
-
-    Both means begin at zero: after t steps, the weights of all g add up to 1 - beta^t only.
-    """
+    """Update the means m of g and v of g², in place; return the direction of Adam's step t. The
+    means begin at zero: after t steps, the weights of all g add up to 1 - beta^t only."""
     m.lerp_(g, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
     return (m / (1 - betas[0] ** t)).div_((v / (1 - betas[1] ** t)).sqrt_().add_(eps))
@@ -109,12 +105,16 @@ def adamw(w, g, state, t, rate, decay=0.1):
     w.mul_(1 - rate * decay).sub_(direction, alpha=rate)
 
 
-def lion(w, g, state, t, rate, betas=(0.9, 0.99), decay=0.1):
-    """Step w by the sign of a mean (arXiv:2302.06675, algorithm 2).
+def adamw_fused(w, g, m, v, steps, rate, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
+    """Step lists of tensors by torch's AdamW, in one call; `steps` holds t for each, as a tensor.
+    adamw above makes ten calls a tensor. (torch's foreach: ten for a list of any length.)"""
+    options = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay)
+    torch._fused_adamw_(w, g, m, v, [], steps, lr=rate, amsgrad=False, maximize=False, **options)
 
-    Every element moves by `rate`, which is 3 to 10 times below AdamW's. Where g is zero but for
-    rounding, as that of the bias of attention's keys, the sign is noise.
-    """
+
+def lion(w, g, state, t, rate, betas=(0.9, 0.99), decay=0.1):
+    """Step w by the sign of a mean (arXiv:2302.06675, algorithm 2). Every element moves by `rate`,
+    which is 3 to 10 times below AdamW's, even where g is nothing but rounding."""
     (m,) = remembered(state, w, "m")
     # QM.1 * Lion has two betas and one mean. Which beta makes the step, which one the memory?
     #      hint: the step follows the gradient of now more closely than the memory does
@@ -125,11 +125,9 @@ def lion(w, g, state, t, rate, betas=(0.9, 0.99), decay=0.1):
 
 
 def sophia(w, g, state, t, rate, beta=0.96, gamma=0.05, eps=1e-12, decay=0.1):
-    """Step w by m / (gamma h), at most 1 in each element (arXiv:2305.14342, algorithm 3).
-
-    h is a mean of the curvature. Where it is small or negative, the step is a sign, as Lion's. The
-    authors' code has rate' · clip(m / h', c) instead: the same with rate = rate' c, gamma h = c h'.
-    """
+    """Step w by m / (gamma h), at most 1 in each element (arXiv:2305.14342, algorithm 3), with h a
+    mean of the curvature. Where h is small or negative, the step is a sign, as Lion's. The authors'
+    code, rate' · clip(m / h', c), is the same where rate = rate' c and gamma h = c h'."""
     m, h = remembered(state, w, "m", "h")
     m.lerp_(g, 1 - beta)
     direction = (m / (gamma * h).clamp_(min=eps)).clamp_(-1, 1)
@@ -137,11 +135,9 @@ def sophia(w, g, state, t, rate, beta=0.96, gamma=0.05, eps=1e-12, decay=0.1):
 
 
 def hutchinson(loss_share, params, seed):
-    """Estimate the diagonal of this rank's part of the Hessian as u · (Hessian u), tensor by tensor.
-
-    u holds random signs, the same on all ranks, so the parts add up to the estimate of the whole.
-    Its mean over u is the diagonal: u_i u_j has mean 0 for i != j. It costs a second backward.
-    """
+    """Estimate the diagonal of this rank's part of the Hessian as u · (Hessian u). The u are random
+    signs, the same on all ranks, so the parts of all ranks add up to the estimate of the whole. Its
+    mean over u is the diagonal: u_i u_j has mean 0 for i != j. It costs a second backward."""
     draw = torch.Generator().manual_seed(seed)
     gradients = torch.autograd.grad(loss_share, params, create_graph=True)
     signs = [2 * torch.randint(2, p.shape, generator=draw).to(p) - 1 for p in params]
@@ -149,26 +145,21 @@ def hutchinson(loss_share, params, seed):
 
 
 def gradient_of_own_labels(logits_bSV, uniform_bS, num_labels, params):
-    """Compute this rank's part of the gradient for labels that the model draws itself.
-
-    uniform_bS, in [0, 1), choose the labels. With g the sum over ranks, num_labels · g² has the
-    diagonal of the Gauss-Newton matrix as its mean: such labels have gradients of mean zero, so the
-    squares of single labels add up, and products of two labels do not count.
-    """
+    """Compute this rank's part of the gradient for labels that the model draws; uniform_bS, in
+    [0, 1), choose them. With g the sum of all parts, num_labels · g² estimates the diagonal of the
+    Gauss-Newton matrix: such labels have gradients of mean 0, so products of two add nothing."""
     below_bSV = logits_bSV.softmax(-1).cumsum(-1) <= uniform_bS[..., None]
     labels_bS = below_bSV.sum(-1).clamp(max=logits_bSV.shape[-1] - 1)
     nats = F.cross_entropy(logits_bSV.flatten(0, -2), labels_bS.flatten(), reduction="sum")
     return torch.autograd.grad(nats / num_labels, params)
 
 
-# ── a rule that looks at a block: states of eight bits ───────────────────────────────────────
+# ── a rule that looks at a block: a byte for each element, a maximum for each block ──────────
 
 
 def dynamic_code(signed):
-    """Return the 256 sorted values that a byte can stand for: seven decades up to 1, and 0.
-
-    The decade up to 1 has 64 values of each sign, the one below it 32, and so on to 1. Without
-    signs, each decade has twice as many. Source: Dettmers et al., arXiv:2110.02861, section 1.3.
+    """Return the 256 sorted values that a byte stands for (arXiv:2110.02861, section 1.3): 0, and
+    seven decades up to 1 with 1, 2, 4 ... 64 values of each sign, or twice as many without signs.
     """
     values = [torch.zeros(1), torch.ones(1)]
     for k in range(7):
@@ -218,12 +209,9 @@ def sum_of_ranks(x, group):
 
 
 def adafactor(w, g, state, t, rate, group=None):
-    """Step w by g / sqrt(v), with v rebuilt from its row and column means (arXiv:1804.04235).
-
-    v[i, j] = row[i] · column[j] / mean(row). A vector counts as one column, and then v is exact.
-    The ranks of `group` hold other rows of the same w. Four things need all rows: the column means,
-    the mean of the rows' means, the size of w, and the size of the step, which is at most 1.
-    """
+    """Step w by g / sqrt(v), v[i, j] = row[i] · column[j] / mean(row) (arXiv:1804.04235). A vector
+    is one column, for which v is exact. The ranks of `group` hold other rows of the same w: of all
+    rows come the column means, the mean of row, and the sizes of w and of the step, at most 1."""
     w, g = (x.view(len(x), -1) for x in (w, g))
     if not state:
         state.update(row=torch.zeros_like(w[:, :1]), column=w.new_zeros(w.shape[1]))
@@ -246,11 +234,8 @@ def adafactor(w, g, state, t, rate, group=None):
 
 
 def newton_schulz(x, steps=5):
-    """Push all singular values of a matrix (rows, columns) towards 1; the directions stay.
-
-    Each step maps a singular value s to 3.4445 s - 4.7750 s³ + 2.0315 s⁵. After five steps, values
-    of 0.02 to 1 lie between 0.68 and 1.21. It needs products only, and these suit a GPU.
-    """
+    """Push the singular values s of a matrix towards 1; the directions stay. A step maps each s to
+    3.4445 s - 4.7750 s³ + 2.0315 s⁵; five steps bring all from 0.02 to 1 between 0.68 and 1.21."""
     wide = x if x.shape[0] <= x.shape[1] else x.T
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(steps):
@@ -260,10 +245,8 @@ def newton_schulz(x, steps=5):
 
 
 def muon(w, g, state, t, rate, momentum=0.95, decay=0.1):
-    """Step a matrix by its mean gradient with all singular values near 1 (Jordan 2024, blog).
-
-    Hidden matrices only: embeddings, the head and vectors take AdamW. Large models run the products
-    in bf16; here they run in w's own dtype.
+    """Step a hidden matrix by its mean gradient with all singular values near 1 (Jordan 2024, a
+    blog post). Embeddings, the head and vectors take AdamW. Large models run the products in bf16.
     """
     (m,) = remembered(state, w, "m")
     m.lerp_(g, 1 - momentum)
@@ -278,12 +261,9 @@ def inverse_fourth_root(square):
 
 
 def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
-    """Step a matrix by left^-1/4 · g · right^-1/4, as long as Adam's step would be.
-
-    left adds up g gᵀ, right adds up gᵀ g; their roots are renewed every `every` steps. The product
-    is (right ⊗ left)^-1/4 applied to g as one vector, without ever holding a P by P matrix. The
-    length of another rule's step is called grafting. Sources: arXiv:1802.09568, arXiv:2309.06497.
-    """
+    """Step a matrix by left^-1/4 · g · right^-1/4, as far as Adam would step (called grafting). left
+    adds up g gᵀ, right gᵀ g; their roots are renewed every `every` steps. The product equals
+    (right ⊗ left)^-1/4 on g as one vector, and no P by P matrix is held (arXiv:1802.09568)."""
     m, v = remembered(state, w, "m", "v")
     if t == 1:
         for side, length in zip(("left", "right"), w.shape):
@@ -305,24 +285,18 @@ RULES = {rule.__name__: rule for rule in
 def state_bytes(rule, piece, itemsize):
     """Return by formula the bytes that a rule remembers of a piece, in elements of itemsize."""
     rows, columns = piece.shape()
-    elements = rows * columns
-    return {
-        "adamw": 2 * elements * itemsize,
-        "lion": elements * itemsize,
-        "sophia": 2 * elements * itemsize,
-        "adamw_8bit": 2 * elements + 2 * 4 * math.ceil(elements / BLOCK),
-        "adafactor": (rows + columns) * itemsize,
-        "muon": elements * itemsize,
-        "shampoo": 2 * (rows**2 + columns**2 + elements) * itemsize,
-    }[rule]
+    P = rows * columns
+    if rule == "adamw_8bit":
+        return 2 * (P + 4 * math.ceil(P / BLOCK))
+    elements = dict(adamw=2 * P, lion=P, sophia=2 * P, adafactor=rows + columns, muon=P,
+                    shampoo=2 * (rows**2 + columns**2 + P))  # fmt: skip
+    return elements[rule] * itemsize
 
 
 def choose(method, shapes):
-    """Return {parameter: name of its rule}. A rule decides by the whole tensor, never by a piece.
-
-    Muon is for hidden matrices. Eight bits are for tensors of at least 4,096 elements that are not
-    embeddings (arXiv:2110.02861, section 2.3). What a method does not take is stepped by AdamW.
-    """
+    """Return {parameter: name of its rule}: AdamW's where the method does not take the tensor. Eight
+    bits are for tensors of 4,096 elements or more that are no embeddings (arXiv:2110.02861). The
+    whole tensor decides, never a piece."""
     fits = {
         "muon": lambda name, shape: len(shape) == 2 and name not in ("token.weight", "head.weight"),
         "shampoo": lambda name, shape: len(shape) == 2,
@@ -341,22 +315,17 @@ class Piece(NamedTuple):
     seen_as: tuple
     slices: tuple
 
-    def of(self, tensors):
-        """Return this piece of {name: tensor}: a view where the tensor is contiguous."""
+    def of(self, tensors):  # a view where the tensor is contiguous
         return tensors[self.name].reshape(self.seen_as)[self.slices]
 
-    def shape(self):
-        """Return (rows, columns); a vector is one column."""
+    def shape(self):  # (rows, columns); a vector is one column
         lengths = [part.stop - part.start for part in self.slices]
         return lengths[0], math.prod(lengths[1:])
 
 
 def cut_flat(shapes, n, block=1):
-    """Lay all tensors end to end and cut the line into n equal runs, as ZeRO-1 and FSDP1 do.
-
-    A cut inside a tensor moves back to a multiple of `block`, counted from the tensor's start.
-    Returns a list of pieces for each rank.
-    """
+    """Return the pieces of each rank: all tensors lie end to end, in n equal runs, as in ZeRO-1 and
+    FSDP1. A cut inside a tensor moves back to a multiple of `block` from the tensor's start."""
     layout, start, end = [[] for _ in range(n)], 0, sum(map(math.prod, shapes.values()))
     for name, shape in shapes.items():
         length = math.prod(shape)
@@ -370,7 +339,7 @@ def cut_flat(shapes, n, block=1):
 
 
 def cut_rows(shapes, n):
-    """Cut each tensor by rows, as FSDP2 does; every rank has a piece of each, in the same order."""
+    """Cut each tensor by rows, as FSDP2 does: every rank has a piece of each, in the same order."""
     layout = [[] for _ in range(n)]
     for name, (rows, *rest) in shapes.items():
         for r, own in enumerate(layout):
@@ -413,91 +382,71 @@ def cut(rules, shapes, n):
     return layout
 
 
-class OneProcess:
-    """An optimizer on one process: steps all pieces, each by the rule of its parameter.
+class Sharded:
+    """An optimizer of n ranks: rank r steps layout[r], its pieces of params {name: tensor}, by
+    rules {name: function}, and remembers only theirs, a dict for each piece in `states`. Without a
+    group, it is the optimizer of one process, and layout has one list of pieces."""
 
-    Args: params {name: tensor}, rules {name: function}, pieces. `states` has what is remembered,
-    one dict for each piece.
-    """
-
-    def __init__(self, params, rules, pieces):
-        self.params, self.rules, self.pieces, self.t = params, rules, pieces, 0
-        self.states = [{} for _ in pieces]
-
-    def own_parts(self, tensors):
-        """Return the pieces of {name: tensor}."""
-        return [piece.of(tensors) for piece in self.pieces]
-
-    @torch.no_grad()
-    def step(self, gradients, rate):
-        """Take one step on {name: gradient}."""
-        self.t += 1
-        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
-            self.rules[piece.name](piece.of(self.params), g, state, self.t, rate)
-
-    @torch.no_grad()
-    def see_curvature(self, gradients, num_labels, beta=0.99):
-        """Take {name: gradient} of labels that the model drew into the mean curvature h of Sophia.
-
-        The sum over ranks comes first, the square after it.
-        """
-        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
-            _, h = remembered(state, piece.of(self.params), "m", "h")
-            h.lerp_(num_labels * g.square(), 1 - beta)
-
-
-class Sharded(OneProcess):
-    """The same on n ranks: a rank steps layout[r], its own pieces, and remembers only these. It
-    gives its part of the gradients to `step`, and after the step it holds all new weights."""
-
-    def __init__(self, params, rules, layout, group):
-        super().__init__(params, rules, layout[dist.get_rank(group)])
-        self.layout, self.group = layout, group
+    def __init__(self, params, rules, layout, group=None):
+        self.params, self.rules, self.layout, self.group = params, rules, layout, group
+        self.pieces, self.t = layout[dist.get_rank(group) if group else 0], 0
+        self.states = [{} for _ in self.pieces]
         self.room = max(sum(math.prod(x.shape()) for x in pieces) for pieces in layout)
 
-    def pack(self, tensors, pieces):
-        """Lay pieces of {name: tensor} end to end, with zeros up to the room of the fullest rank."""
-        parts = [next(iter(tensors.values())).new_empty(0), *(x.of(tensors) for x in pieces)]
-        line = torch.cat([part.flatten() for part in parts])
-        return F.pad(line, (0, self.room - len(line)))
-
-    def unpack(self, line, pieces):
-        """Return the pieces that `pack` laid end to end, each in its shape."""
+    def split(self, line, pieces):
+        """Return the pieces that lie end to end in a line, as views."""
         shapes = [x.of(self.params).shape for x in pieces]
         parts = line[: sum(map(math.prod, shapes))].split([math.prod(x) for x in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
+    def pack(self, tensors, pieces):
+        """Lay pieces of {name: tensor} end to end, with zeros up to the room of the fullest rank."""
+        line = next(iter(tensors.values())).new_zeros(self.room)
+        for place, piece in zip(self.split(line, pieces), pieces):
+            place.copy_(piece.of(tensors))
+        return line
+
     def own_parts(self, tensors):
-        """Sum {name: tensor} over the ranks, and return this rank's pieces of the sum."""
+        """Return this rank's pieces of {name: tensor}, summed over the ranks."""
+        if not self.group:
+            return [piece.of(tensors) for piece in self.pieces]
         rows = torch.cat([self.pack(tensors, pieces) for pieces in self.layout])
         own = rows.new_empty(self.room)
         # reduce_scatter(SUM) over dp, P: this rank now holds the sums of its own pieces
         dist.reduce_scatter_single(own, rows, group=self.group)
-        return self.unpack(own, self.pieces)
+        return self.split(own, self.pieces)
 
     @torch.no_grad()
     def step(self, gradients, rate):
-        super().step(gradients, rate)
-        own = self.pack(self.params, self.pieces)
-        rows = own.new_empty(len(self.layout), self.room)
-        # all_gather over dp, P/n from each: every rank now holds all weights after the step
-        dist.all_gather_single(rows.view(-1), own, group=self.group)
-        for row, pieces in zip(rows, self.layout):
-            for piece, values in zip(pieces, self.unpack(row, pieces)):
-                piece.of(self.params).copy_(values)
+        """Take one step on this rank's part {name: tensor} of the gradients."""
+        self.t += 1
+        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
+            self.rules[piece.name](piece.of(self.params), g, state, self.t, rate)
+        if self.group:
+            own = self.pack(self.params, self.pieces)
+            rows = own.new_empty(len(self.layout), self.room)
+            # all_gather over dp, P/n from each: every rank now holds all weights after the step
+            dist.all_gather_single(rows.view(-1), own, group=self.group)
+            for row, pieces in zip(rows, self.layout):
+                for values, piece in zip(self.split(row, pieces), pieces):
+                    piece.of(self.params).copy_(values)
+
+    @torch.no_grad()
+    def see_curvature(self, gradients, num_labels, beta=0.99):
+        """Take {name: gradient} of labels that the model drew into Sophia's h, squared once summed."""
+        for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
+            _, h = remembered(state, piece.of(self.params), "m", "h")
+            h.lerp_(num_labels * g.square(), 1 - beta)
 
 
 # ── a step in backward: no gradient waits for the others ─────────────────────────────────────
 
 
 class InBackward:
-    """Steps a parameter as soon as backward has its gradient, and then frees the gradient. So the
-    gradients never exist together: the most that is held is the largest tensor, not P.
-
-    Two things become impossible. Micro-batches cannot be added up: each backward is a step. And the
-    norm of all gradients, which clipping needs, is known only when the first tensors have stepped.
-    So `step` runs backward itself, once, or twice where it shall clip.
-    """
+    """Steps a parameter as soon as backward has its gradient, and then frees the gradient, so one
+    gradient is held and not all. Two things become impossible. Micro-batches cannot be added up:
+    each backward is a step. And the norm of all gradients is known only when all tensors but the
+    last have stepped. So `step` runs backward itself: once, or twice if it shall clip."""
 
     def __init__(self, params, rule, group):
         self.params, self.rule, self.group, self.t, self.most_held = params, rule, group, 0, 0
@@ -507,17 +456,13 @@ class InBackward:
 
     @torch.no_grad()
     def ready(self, name, param):
-        """Sum one gradient over ranks, use it, free it; autograd calls this method."""
+        """Sum one gradient over ranks, use it, and free it; autograd calls this method."""
         held = sum(p.grad.nbytes for p in self.params.values() if p.grad is not None)
         self.most_held = max(self.most_held, held)
         # all_reduce(SUM) over dp, one tensor: every rank now holds the sum of this gradient
         dist.all_reduce(param.grad, group=self.group)
-        self.use(name, param)
+        self.use(name, param.grad)
         param.grad = None
-
-    def step_one(self, name, param, rate, scale):
-        """Step one parameter by its gradient times scale."""
-        self.rule(param, param.grad * scale, self.states[name], self.t, rate)
 
     def step(self, loss_share, rate, max_norm=math.inf):
         """Take one step; `loss_share` runs a forward and returns this rank's share of the loss."""
@@ -527,24 +472,22 @@ class InBackward:
         #      known, and what has become of the gradients by then?
         #      hint: a gradient that was freed can be computed again, while no weight has changed
         if max_norm < math.inf:
-            self.use = lambda name, param: squares.append(param.grad.square().sum())
+            self.use = lambda name, g: squares.append(g.square().sum())
             loss_share().backward()
             scale = (max_norm / torch.stack(squares).sum().sqrt()).clamp(max=1)
-        self.use = partial(self.step_one, rate=rate, scale=scale)
-        loss_share().backward()
         # /QM.3
+        self.use = lambda name, g: self.rule(
+            self.params[name], g * scale, self.states[name], self.t, rate)  # fmt: skip
+        loss_share().backward()
 
 
 # ── rates: a stable phase does not know where it ends ────────────────────────────────────────
 
 
 def wsd(t, total, peak, warmup=4, decay=8):
-    """Return the rate of step t (1 to total): warm up, stay, decay linearly over the last steps.
-
-    Before the decay, no rate depends on `total`. So one run serves every length: copy its state
-    anywhere in the stable phase and decay from there. A cosine depends on `total` from its first
-    step on. Source: MiniCPM, arXiv:2404.06395, section 4.
-    """
+    """Return the rate of step t, from 1 to total: warm up, stay, decay (arXiv:2404.06395, section
+    4). Before the decay no rate depends on `total`, as a cosine's does from the start. So one run
+    serves every length: copy its state anywhere in the stable phase, and decay from there."""
     return peak * min(1, t / warmup, (total - t + 1) / decay)
 
 
@@ -552,7 +495,7 @@ def wsd(t, total, peak, warmup=4, decay=8):
 
 
 class Task:
-    """A small model, and one rank's share of its batches; by default, the whole batches."""
+    """A small model, and rank r's share of its batches; by default, whole batches."""
 
     def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=24, S=16):
         torch.manual_seed(0)
@@ -565,15 +508,12 @@ class Task:
         self.own = lambda whole: whole.tensor_split(n)[r].to(device)
 
     def batch(self, t):
-        """Return this rank's bytes and labels of step t."""
         return map(self.own, dp.sample(self.text, t, self.B, self.S))
 
     def share(self, t):
-        """Compute this rank's share of the loss of step t."""
         return dp.loss_share(self.model, *self.batch(t), self.B * self.S)
 
     def curvature(self, t):
-        """Compute this rank's part of the gradients of labels that the model draws."""
         uniform_BS = torch.rand(self.B, self.S, generator=torch.Generator().manual_seed(t))
         given = self.own(uniform_BS), self.B * self.S, list(self.params.values())
         return gradient_of_own_labels(self.model(next(self.batch(t))), *given)
@@ -592,18 +532,16 @@ class Task:
 
 
 def optimizer_of(task, method, group=None, pieces=None):
-    """Return an optimizer of one process, or over a group, and the names of its rules."""
+    """Return an optimizer over a group, or of one process, and the names of its rules."""
     names = choose(method, task.shapes)
     rules = RULES | {"adafactor": partial(adafactor, group=group)}
     rules = {parameter: rules[name] for parameter, name in names.items()}
-    if group is None:
-        return OneProcess(task.params, rules, pieces or cut(names, task.shapes, 1)[0]), names
-    layout = cut(names, task.shapes, dist.get_world_size(group))
-    return Sharded(task.params, rules, layout, group), names
+    layout = cut(names, task.shapes, dist.get_world_size(group) if group else 1)
+    return Sharded(task.params, rules, [pieces] if pieces else layout, group), names
 
 
 def one_process(method, device, rates, pieces=None, **options):
-    """Train the twin; return its weights. It steps whole tensors, or the given pieces."""
+    """Train the twin, which steps whole tensors or the given pieces; return its weights."""
     task = Task(device)
     return task.train(optimizer_of(task, method, pieces=pieces)[0], rates, **options)
 
@@ -684,11 +622,6 @@ def estimates(device):
     scales, w = torch.linspace(-1, 3, 96).to(x), x[0].clone().requires_grad_()
     (found,) = hutchinson((scales * w**2).sum() / 2, [w], seed=1)
     yield dp.Row("hutchinson, a diagonal Hessian", dp.relative_error(found, scales))
-    logits, chances = x[:1, :3].clone().requires_grad_(), x[0, :3].softmax(0)
-    uniform = chances.cumsum(0) - chances / 2  # chooses each of the three labels once
-    drawn = [gradient_of_own_labels(logits, u[None], 1, [logits])[0][0] for u in uniform]
-    mean = sum(chance * g**2 for chance, g in zip(chances, drawn))
-    yield dp.Row("g² of own labels, in the mean", dp.relative_error(mean, chances - chances**2))
     code = dynamic_code(signed=True)
     codes, maxima = compress(x, code)
     back = restore(codes, maxima, code, x)
@@ -701,7 +634,7 @@ def estimates(device):
 
 
 class Launches(TorchDispatchMode):
-    """While open, counts the operations that torch dispatches: on a GPU, each is a launch or more."""
+    """While open, counts the operations that torch dispatches; on a GPU, each launches a kernel."""
 
     count = 0
 
@@ -711,38 +644,18 @@ class Launches(TorchDispatchMode):
 
 
 def launches(device, T=12):
-    """Rows: adamw above, then torch's own by tensor, by lists (foreach) and in one call (fused).
-    An error is that of the weights, plus 1 for each launch that the formula does not know."""
-    lists = [[torch.full((5,), i + k / T, device=device).double() for k in range(1, T + 1)]
-             for i in range(4)]  # fmt: skip
-    options = dict(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    for name, kind, promised in [("adamw", None, 10 * T), ("torch's, foreach", "foreach", 13),
-                                 ("torch's, fused", "fused", 2)]:  # fmt: skip
-        w, g, m, v = copy.deepcopy(lists)
-        times = [torch.tensor(1.0, device=device) for _ in w]
-        with Launches() as counter:
-            for x in zip(w, g, m, v) if kind is None else ():
-                adamw(x[0], x[1], {"m": x[2], "v": x[3]}, 2, 0.01)
-            if kind:
-                importlib.import_module("torch.optim.adamw").adamw(w, g, m, v, [], times, **{kind: True}, amsgrad=False,
-                                        maximize=False, **options)  # fmt: skip
-        reference = w if kind is None else reference
-        error = dp.max_error(w, reference) + abs(counter.count - promised)
-        print(counter.count)
-        yield dp.Row(f"{name}: {promised} launches", error)
-
-
-def left_early(device, begun=5, total=14, planned=50):
-    """Row: a run planned for 50 steps is copied after 5; the copy decays, and ends after 14."""
-    short, long = ([wsd(t, T, 0.01) for t in range(1, T + 1)] for T in (total, planned))
-    task = Task(device)
-    optimizer, _ = optimizer_of(task, "adamw")
-    task.train(optimizer, long[:begun])
-    copied, its_optimizer = copy.deepcopy((task, optimizer))
-    task.train(optimizer, long[begun : begun + 2])  # the long run goes on; the copy must not
-    found = copied.train(its_optimizer, short[begun:])
-    error = dp.max_error(found, one_process("adamw", device, short))
-    return dp.Row(f"wsd, left after {begun} of {planned} steps", error)
+    """Rows: adamw tensor by tensor, and in one call. A wrong number of launches adds 1 or more."""
+    lists = torch.rand(4, T, 5, generator=torch.Generator().manual_seed(0)).double().to(device)
+    (*one_by_one,), (*in_one,) = ([list(x) for x in lists.clone()] for _ in range(2))
+    steps = [torch.tensor(2.0, device=device) for _ in range(T)]
+    with Launches() as single:
+        for w, g, m, v in zip(*one_by_one):
+            adamw(w, g, {"m": m, "v": v}, 2, 0.01)
+    with Launches() as fused:
+        adamw_fused(*in_one, steps, 0.01)
+    yield dp.Row(f"adamw, {T} tensors: {10 * T} launches", abs(single.count - 10 * T))
+    error = dp.max_error(in_one[0], one_by_one[0]) + abs(fused.count - 1)
+    yield dp.Row(f"adamw_fused, {T} tensors: 1 launch", error)
 
 
 def proof(group, device):
@@ -757,7 +670,6 @@ def proof(group, device):
     yield from in_backward(group, device, rates)
     yield from estimates(device)
     yield from launches(device)
-    yield left_early(device)
 
 
 def train(args, group, device):
