@@ -33,19 +33,18 @@ Questions  QM.1 * which mean is used when?   QM.2 ** which rules may be cut wher
 # n ranks · r this rank · B sequences · b sequences of this rank · S tokens of a sequence
 # V vocabulary · P parameters
 
-import copy
 import importlib
 import itertools
 import math
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 dp = importlib.import_module("01_dp")
@@ -141,7 +140,8 @@ def hutchinson(loss_share, params, seed):
     draw = torch.Generator().manual_seed(seed)
     gradients = torch.autograd.grad(loss_share, params, create_graph=True)
     signs = [2 * torch.randint(2, p.shape, generator=draw).to(p) - 1 for p in params]
-    return [u * Hu for u, Hu in zip(signs, torch.autograd.grad(gradients, params, signs))]
+    inner = sum((g * u).sum() for g, u in zip(gradients, signs))
+    return [u * Hu for u, Hu in zip(signs, torch.autograd.grad(inner, params))]
 
 
 def gradient_of_own_labels(logits_bSV, uniform_bS, num_labels, params):
@@ -197,7 +197,7 @@ def adamw_8bit(w, g, state, t, rate, decay=0.1):
         state[k], state[f"maxima of {k}"] = compress(mean, dynamic_code(signed))
 
 
-# ── a rule of rows and columns: it may be cut by rows, if ranks share sums ───────────────────
+# ── rules that look at rows and columns, or at a whole matrix ────────────────────────────────
 
 
 def sum_of_ranks(x, group):
@@ -228,9 +228,6 @@ def adafactor(w, g, state, t, rate, group=None):
     length = (squares / elements).sqrt().clamp(min=1)
     size_of_w = (w_squared / elements).sqrt().clamp(min=1e-3)
     w.sub_(direction * (min(rate, t**-0.5) * size_of_w / length))
-
-
-# ── rules that look at a whole matrix ────────────────────────────────────────────────────────
 
 
 def newton_schulz(x, steps=5):
@@ -285,12 +282,10 @@ RULES = {rule.__name__: rule for rule in
 def state_bytes(rule, piece, itemsize):
     """Return by formula the bytes that a rule remembers of a piece, in elements of itemsize."""
     rows, columns = piece.shape()
-    P = rows * columns
-    if rule == "adamw_8bit":
-        return 2 * (P + 4 * math.ceil(P / BLOCK))
-    elements = dict(adamw=2 * P, lion=P, sophia=2 * P, adafactor=rows + columns, muon=P,
-                    shampoo=2 * (rows**2 + columns**2 + P))  # fmt: skip
-    return elements[rule] * itemsize
+    P, size = rows * columns, itemsize
+    return dict(adamw=2 * P * size, lion=P * size, sophia=2 * P * size, muon=P * size,
+                adafactor=(rows + columns) * size, adamw_8bit=2 * P + 8 * math.ceil(P / BLOCK),
+                shampoo=2 * (rows**2 + columns**2 + P) * size)[rule]  # fmt: skip
 
 
 def choose(method, shapes):
@@ -476,8 +471,8 @@ class InBackward:
             loss_share().backward()
             scale = (max_norm / torch.stack(squares).sum().sqrt()).clamp(max=1)
         # /QM.3
-        self.use = lambda name, g: self.rule(
-            self.params[name], g * scale, self.states[name], self.t, rate)  # fmt: skip
+        known = lambda name: (self.states[name], self.t, rate)
+        self.use = lambda name, g: self.rule(self.params[name], g * scale, *known(name))
         loss_share().backward()
 
 
@@ -497,7 +492,7 @@ def wsd(t, total, peak, warmup=4, decay=8):
 class Task:
     """A small model, and rank r's share of its batches; by default, whole batches."""
 
-    def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=24, S=16):
+    def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=8, S=16):
         torch.manual_seed(0)
         self.model = dp.LanguageModel(D=32, layers=1, heads=2, S=S).to(device, dtype)
         self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # see lion
@@ -540,9 +535,11 @@ def optimizer_of(task, method, group=None, pieces=None):
     return Sharded(task.params, rules, [pieces] if pieces else layout, group), names
 
 
-def one_process(method, device, rates, pieces=None, **options):
-    """Train the twin, which steps whole tensors or the given pieces; return its weights."""
+@cache
+def one_process(method, device, rates, way=None, n=1, **options):
+    """Train the twin; return its weights. It steps whole tensors, or the pieces of way(shapes, n)."""
     task = Task(device)
+    pieces = way and sum(way(task.shapes, n), [])
     return task.train(optimizer_of(task, method, pieces=pieces)[0], rates, **options)
 
 
@@ -569,7 +566,7 @@ def cut_wrongly(method, way, group, device, rates):
     task, wanted = Task(device, n, r), one_process(method, device, rates)
     rules, layout = optimizer_of(task, method)[0].rules, way(task.shapes, n)
     found = task.train(Sharded(task.params, rules, layout, group), rates)
-    predicted = one_process(method, device, rates, sum(layout, []))
+    predicted = one_process(method, device, rates, way, n)
     errors = [dp.max_error(values, wanted) for values in (found, predicted)]
     return dp.Row(f"{method}, {way.__name__}", errors[0], wrong=errors[1])
 
@@ -610,9 +607,8 @@ def in_backward(group, device, rates, limit=0.1):
         sizes = [param.nbytes for param in task.params.values()]
         passes = len(rates) * (2 if bound < math.inf else 1)
         sent = sum(ledger.sent.values()), passes * 2 * (n - 1) / n * sum(sizes)
-        error = dp.max_error(task.params.values(), wanted)
-        wrong = dp.max_error(predicted, wanted)
-        yield dp.Row(name, error, sent, (optimizer.most_held, max(sizes)), wrong)
+        errors = [dp.max_error(values, wanted) for values in (task.params.values(), predicted)]
+        yield dp.Row(name, errors[0], sent, (optimizer.most_held, max(sizes)), errors[1])
 
 
 def estimates(device):
@@ -627,26 +623,25 @@ def estimates(device):
     back = restore(codes, maxima, code, x)
     worst = ((back - x).view(-1, BLOCK).abs().amax(1) / maxima).max().item()
     yield dp.Row("8 bits, error / maximum of block", worst, bound=(0.002, 0.9 / 64 / 2 + 1e-6))
-    changed = (compress(back, code)[0] != codes).double().mean().item()
-    yield dp.Row("  of values that are codes", changed)
+    yield dp.Row("  of values that are codes", float((compress(back, code)[0] != codes).sum()))
     off = (torch.linalg.svdvals(newton_schulz(x)) - 1).abs().max().item()
     yield dp.Row("newton_schulz, singular values", off, bound=(0.01, 0.32))
 
 
-class Launches(TorchDispatchMode):
-    """While open, counts the operations that torch dispatches; on a GPU, each launches a kernel."""
+class Launches(TorchFunctionMode):
+    """While open, counts torch's functions as they are called. On a GPU, each launches a kernel."""
 
     count = 0
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         self.count += 1
-        return operation(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 def launches(device, T=12):
     """Rows: adamw tensor by tensor, and in one call. A wrong number of launches adds 1 or more."""
     lists = torch.rand(4, T, 5, generator=torch.Generator().manual_seed(0)).double().to(device)
-    (*one_by_one,), (*in_one,) = ([list(x) for x in lists.clone()] for _ in range(2))
+    one_by_one, in_one = ([list(tensors) for tensors in lists.clone()] for _ in range(2))
     steps = [torch.tensor(2.0, device=device) for _ in range(T)]
     with Launches() as single:
         for w, g, m, v in zip(*one_by_one):
@@ -660,7 +655,7 @@ def launches(device, T=12):
 
 def proof(group, device):
     """Yield the rows of the table."""
-    rates = [0.01] * 3
+    rates = (0.01,) * 3
     for method in RULES:
         yield beside_the_twin(method, group, device, rates)
     yield cut_wrongly("adamw_8bit", cut_flat, group, device, rates)
@@ -674,23 +669,20 @@ def proof(group, device):
 
 def train(args, group, device):
     """Train one model with every rule; print what the ranks remember beside the loss."""
-    peaks = {"lion": 2e-3, "sophia": 2e-3, "adafactor": 0.1, "muon": 0.02}
-    entropy, last = dp.unigram_entropy(dp.read_text(args.text, 65)), max(1, args.steps // 10)
-    dp.say(f"\nunigram entropy {entropy:.3f}; loss: mean of the last {last} steps\n"
-           "             peak rate   bytes of state a parameter, all ranks    loss")  # fmt: skip
-    for method in RULES:
-        task = Task(device, dist.get_world_size(group), dist.get_rank(group), torch.float32,
-                    args.text, B=48)  # fmt: skip
+    n, r, last = dist.get_world_size(group), dist.get_rank(group), max(1, args.steps // 10)
+    dp.say(f"\nunigram entropy {dp.unigram_entropy(dp.read_text(args.text, 65)):.3f}; loss: mean of "
+           f"the last {last} steps\n{'':13}peak rate   bytes of state a parameter    loss")
+    for method, peak in zip(RULES, (0.01, 0.01, 0.005, 0.01, 0.1, 0.05, 0.03)):
+        task, losses = Task(device, n, r, torch.float32, args.text, B=24), []
         optimizer, _ = optimizer_of(task, method, group)
-        losses, peak = [], peaks.get(method, 0.01)
         rates = [wsd(t, args.steps, peak) for t in range(1, args.steps + 1)]
         task.train(optimizer, rates, 10 * (method == "sophia"), seen=losses.append)
-        held = sum(x.nbytes for state in optimizer.states for x in state.values())
-        told = torch.stack([sum(losses[-last:]) / last, task.text.new_tensor(held).to(losses[0])])
-        # all_reduce(SUM) over dp, 2: the shares of the loss, and the bytes of all ranks
+        held = float(sum(x.nbytes for state in optimizer.states for x in state.values()))
+        told = torch.tensor([held / sum(map(math.prod, task.shapes.values())),
+                             sum(losses[-last:]) / last], device=device)  # fmt: skip
+        # all_reduce(SUM) over dp, 2: the bytes of all ranks, and the shares of the loss
         dist.all_reduce(told, group=group)
-        size = sum(map(math.prod, task.shapes.values()))
-        dp.say(f"{method:13}{peak:9.3f}{told[1] / size:25.2f}{told[0]:22.3f}")
+        dp.say(f"{method:13}{peak:9.2f}{told[0]:26.2f}{told[1]:14.3f}")
 
 
 def main(args, device):
