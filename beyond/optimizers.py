@@ -113,7 +113,7 @@ def adamw_fused(w, g, m, v, steps, rate, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 
 def lion(w, g, state, t, rate, betas=(0.9, 0.99), decay=0.1):
     """Step w by the sign of a mean (arXiv:2302.06675, algorithm 2). Every element moves by `rate`,
-    which is 3 to 10 times below AdamW's, even where g is nothing but rounding."""
+    3 to 10 times below AdamW's, also where g should be zero and is the noise of rounding."""
     (m,) = remembered(state, w, "m")
     # QM.1 * Lion has two betas and one mean. Which beta makes the step, which one the memory?
     #      hint: the step follows the gradient of now more closely than the memory does
@@ -159,8 +159,7 @@ def gradient_of_own_labels(logits_bSV, uniform_bS, num_labels, params):
 
 def dynamic_code(signed):
     """Return the 256 sorted values that a byte stands for (arXiv:2110.02861, section 1.3): 0, and
-    seven decades up to 1 with 1, 2, 4 ... 64 values of each sign, or twice as many without signs.
-    """
+    seven decades up to 1, with 1, 2, 4 ... 64 values of each sign, or twice so many of one sign."""
     values = [torch.zeros(1), torch.ones(1)]
     for k in range(7):
         edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**k + 1)
@@ -242,9 +241,8 @@ def newton_schulz(x, steps=5):
 
 
 def muon(w, g, state, t, rate, momentum=0.95, decay=0.1):
-    """Step a hidden matrix by its mean gradient with all singular values near 1 (Jordan 2024, a
-    blog post). Embeddings, the head and vectors take AdamW. Large models run the products in bf16.
-    """
+    """Step a hidden matrix by its mean gradient with all singular values near 1 (Jordan 2024).
+    Embeddings, the head and vectors take AdamW. Large models run the products in bf16."""
     (m,) = remembered(state, w, "m")
     m.lerp_(g, 1 - momentum)
     direction = newton_schulz(g.lerp(m, momentum))
@@ -258,8 +256,8 @@ def inverse_fourth_root(square):
 
 
 def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
-    """Step a matrix by left^-1/4 · g · right^-1/4, as far as Adam would step (called grafting). left
-    adds up g gᵀ, right gᵀ g; their roots are renewed every `every` steps. The product equals
+    """Step a matrix by left^-1/4 · g · right^-1/4, as far as Adam would step (grafting). left adds
+    up g gᵀ, right gᵀ g; their roots are renewed every `every` steps. The product equals
     (right ⊗ left)^-1/4 on g as one vector, and no P by P matrix is held (arXiv:1802.09568)."""
     m, v = remembered(state, w, "m", "v")
     if t == 1:
@@ -275,25 +273,23 @@ def shampoo(w, g, state, t, rate, every=10, eps=1e-6, decay=0.1):
     w.mul_(1 - rate * decay).sub_(direction * length, alpha=rate)
 
 
-RULES = {rule.__name__: rule for rule in
-         (adamw, lion, sophia, adamw_8bit, adafactor, muon, shampoo)}  # fmt: skip
+RULES = {f.__name__: f for f in (adamw, lion, sophia, adamw_8bit, adafactor, muon, shampoo)}
 
 
-def state_bytes(rule, piece, itemsize):
-    """Return by formula the bytes that a rule remembers of a piece, in elements of itemsize."""
+def state_bytes(rule, piece, size):
+    """Return by formula the bytes that a rule remembers of a piece, in elements of `size` bytes."""
     rows, columns = piece.shape()
-    P, size = rows * columns, itemsize
+    P = rows * columns
     return dict(adamw=2 * P * size, lion=P * size, sophia=2 * P * size, muon=P * size,
                 adafactor=(rows + columns) * size, adamw_8bit=2 * P + 8 * math.ceil(P / BLOCK),
                 shampoo=2 * (rows**2 + columns**2 + P) * size)[rule]  # fmt: skip
 
 
 def choose(method, shapes):
-    """Return {parameter: name of its rule}: AdamW's where the method does not take the tensor. Eight
-    bits are for tensors of 4,096 elements or more that are no embeddings (arXiv:2110.02861). The
-    whole tensor decides, never a piece."""
+    """Return {parameter: name of its rule}, AdamW where the method does not take the whole tensor.
+    Eight bits are for 4,096 elements or more, and not for embeddings (arXiv:2110.02861)."""
     fits = {
-        "muon": lambda name, shape: len(shape) == 2 and name not in ("token.weight", "head.weight"),
+        "muon": lambda name, shape: len(shape) == 2 and name.startswith("blocks."),
         "shampoo": lambda name, shape: len(shape) == 2,
         "adamw_8bit": lambda name, shape: math.prod(shape) >= 4096 and name != "token.weight",
     }.get(method, lambda name, shape: True)
@@ -395,7 +391,7 @@ class Sharded:
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
     def pack(self, tensors, pieces):
-        """Lay pieces of {name: tensor} end to end, with zeros up to the room of the fullest rank."""
+        """Lay pieces of {name: tensor} end to end, with zeros up to the fullest rank's room."""
         line = next(iter(tensors.values())).new_zeros(self.room)
         for place, piece in zip(self.split(line, pieces), pieces):
             place.copy_(piece.of(tensors))
@@ -428,7 +424,7 @@ class Sharded:
 
     @torch.no_grad()
     def see_curvature(self, gradients, num_labels, beta=0.99):
-        """Take {name: gradient} of labels that the model drew into Sophia's h, squared once summed."""
+        """Take {name: gradient} of labels that the model drew, summed and squared, into h."""
         for piece, g, state in zip(self.pieces, self.own_parts(gradients), self.states):
             _, h = remembered(state, piece.of(self.params), "m", "h")
             h.lerp_(num_labels * g.square(), 1 - beta)
@@ -471,8 +467,10 @@ class InBackward:
             loss_share().backward()
             scale = (max_norm / torch.stack(squares).sum().sqrt()).clamp(max=1)
         # /QM.3
-        known = lambda name: (self.states[name], self.t, rate)
-        self.use = lambda name, g: self.rule(self.params[name], g * scale, *known(name))
+        def step_one(name, g):
+            self.rule(self.params[name], g * scale, self.states[name], self.t, rate)
+
+        self.use = step_one
         loss_share().backward()
 
 
@@ -495,9 +493,8 @@ class Task:
     def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=8, S=16):
         torch.manual_seed(0)
         self.model = dp.LanguageModel(D=32, layers=1, heads=2, S=S).to(device, dtype)
-        self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # see lion
-        params = self.model.named_parameters()
-        self.params = {name: param for name, param in params if param.requires_grad}
+        self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # of keys: see lion
+        self.params = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         self.text, self.B, self.S = dp.read_text(text, 65), B, S
         self.own = lambda whole: whole.tensor_split(n)[r].to(device)
@@ -517,8 +514,7 @@ class Task:
         """Take a step for each rate. `change` maps gradients to others; `seen` gets each loss."""
         for t, rate in enumerate(rates, start=optimizer.t):
             if curvature_every and t % curvature_every == 0:
-                parts = dict(zip(self.params, self.curvature(t)))
-                optimizer.see_curvature(parts, self.B * self.S)
+                optimizer.see_curvature(dict(zip(self.params, self.curvature(t))), self.B * self.S)
             share = self.share(t)
             seen(share.detach())
             parts = torch.autograd.grad(share, list(self.params.values()))
@@ -537,7 +533,7 @@ def optimizer_of(task, method, group=None, pieces=None):
 
 @cache
 def one_process(method, device, rates, way=None, n=1, **options):
-    """Train the twin; return its weights. It steps whole tensors, or the pieces of way(shapes, n)."""
+    """Train the twin, which steps whole tensors or the pieces of way(shapes, n), to its weights."""
     task = Task(device)
     pieces = way and sum(way(task.shapes, n), [])
     return task.train(optimizer_of(task, method, pieces=pieces)[0], rates, **options)
@@ -613,8 +609,7 @@ def in_backward(group, device, rates, limit=0.1):
 
 def estimates(device):
     """Rows of what is estimated or rounded."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(8, 96, generator=draw, dtype=torch.float64).to(device)
+    x = Task(device).params["token.weight"].detach()[:24].view(8, 96)  # of a normal distribution
     scales, w = torch.linspace(-1, 3, 96).to(x), x[0].clone().requires_grad_()
     (found,) = hutchinson((scales * w**2).sum() / 2, [w], seed=1)
     yield dp.Row("hutchinson, a diagonal Hessian", dp.relative_error(found, scales))
@@ -630,7 +625,6 @@ def estimates(device):
 
 class Launches(TorchFunctionMode):
     """While open, counts torch's functions as they are called. On a GPU, each launches a kernel."""
-
     count = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -670,8 +664,8 @@ def proof(group, device):
 def train(args, group, device):
     """Train one model with every rule; print what the ranks remember beside the loss."""
     n, r, last = dist.get_world_size(group), dist.get_rank(group), max(1, args.steps // 10)
-    dp.say(f"\nunigram entropy {dp.unigram_entropy(dp.read_text(args.text, 65)):.3f}; loss: mean of "
-           f"the last {last} steps\n{'':13}peak rate   bytes of state a parameter    loss")
+    dp.say(f"\nunigram entropy {dp.unigram_entropy(dp.read_text(args.text, 65)):.3f}; loss: mean "
+           f"of the last {last} steps\n{'':13}peak rate   bytes of state a parameter    loss")
     for method, peak in zip(RULES, (0.01, 0.01, 0.005, 0.01, 0.1, 0.05, 0.03)):
         task, losses = Task(device, n, r, torch.float32, args.text, B=24), []
         optimizer, _ = optimizer_of(task, method, group)
@@ -697,8 +691,8 @@ def main(args, device):
 
 def validate(args, ranks):
     """Refuse, in a sentence, what cannot work."""
-    if ranks > 16:
-        raise ValueError(f"{ranks} ranks: the smallest matrix has 16 rows, so start at most 16")
+    if ranks > 8:
+        raise ValueError(f"{ranks} ranks: the proof has 8 sequences, so start at most 8")
     dp.read_text(args.text, at_least=65)
 
 
