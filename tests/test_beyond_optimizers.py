@@ -214,7 +214,7 @@ def test_newton_schulz_moves_singular_values_and_nothing_else():
     s = torch.linspace(0.02, 1, 10_000, dtype=torch.float64)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    assert 0.675 < s.min() < 0.685 and 1.195 < s.max() < 1.215
+    assert 0.68 < s.min() < 0.685 and 1.13 < s.max() < 1.135
 
 
 def test_shampoo_is_the_kronecker_matrix_that_it_never_holds():
@@ -252,7 +252,13 @@ def test_every_rule_remembers_what_its_formula_says(name):
         piece = opt.cut_whole({"w": tuple(w.shape)}, 1)[0][0]
         held = sum(x.nbytes for x in state.values())
         assert held == opt.state_bytes(name, piece, 8)
-    assert opt.state_bytes("lion", piece, 4) == 4 * 40 and opt.state_bytes("adamw", piece, 4) == 320
+
+
+def test_states_of_a_matrix_of_64_by_128_in_fp32():
+    piece = opt.cut_whole({"w": (64, 128)}, 1)[0][0]
+    assert {name: opt.state_bytes(name, piece, 4) for name in opt.RULES} == {
+        "adamw": 65_536, "lion": 32_768, "sophia": 65_536, "adamw_8bit": 16_640,
+        "adafactor": 768, "muon": 32_768, "shampoo": 229_376}  # fmt: skip
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +292,7 @@ def test_flat_runs_are_equal_and_cut_at_blocks():
 
 def test_whole_matrices_go_to_the_emptiest_rank():
     layout = opt.cut_whole({"a": (5, 5), "b": (4, 5), "c": (3, 5), "d": (6, 5), "e": (2, 5)}, 2)
-    assert [[x.name for x in pieces] for pieces in layout] == [["d", "b"], ["a", "c", "e"]]
+    assert [[x.name for x in pieces] for pieces in layout] == [["d", "c", "e"], ["a", "b"]]
     blocks = sum(opt.cut_whole({"a": (100, 70)}, 1, side=64), [])
     assert sorted(x.shape() for x in blocks) == [(36, 6), (36, 64), (64, 6), (64, 64)]
 
@@ -358,7 +364,7 @@ def test_a_rank_that_has_no_piece_takes_part():
 
 @question("QM.3")
 def test_clipping_needs_the_norm_of_all_gradients():
-    """A norm that is too large is scaled, one that is small enough is not, and all tensors alike."""
+    """A norm that is too large is scaled, a small one is not, and all tensors are scaled alike."""
 
     def stepped(max_norm):
         params = {k: torch.nn.Parameter(random(4, seed=s)) for k, s in (("a", 1), ("b", 2))}
@@ -418,7 +424,7 @@ def test_calls_that_python_makes_are_those_that_torch_dispatches(T):
     assert fused.names == ["aten::_fused_adamw_"]
 
 
-def test_torchs_foreach_makes_ten_calls_for_any_number_of_tensors():
+def test_torchs_foreach_makes_nine_calls_for_any_number_of_tensors():
     """Beside reading how many steps each tensor has taken, which launches nothing."""
     for T in 2, 7:
         params = [torch.nn.Parameter(random(3, seed=i)) for i in range(T)]
@@ -429,8 +435,7 @@ def test_torchs_foreach_makes_ten_calls_for_any_number_of_tensors():
             with Dispatched() as counter:
                 optimizer.step()
         launched = [name for name in counter.names if "_foreach_" in name]
-        others = {*counter.names} - {*launched}
-        assert others <= {"aten::_local_scalar_dense"} and 9 <= len(launched) <= 11
+        assert len(launched) == 9, launched
 
 
 def test_a_run_may_be_left_anywhere_in_its_stable_phase():
@@ -497,12 +502,12 @@ def test_the_codes_are_bitsandbytes(signed):
     codes, state = functional.quantize_blockwise(x, code=theirs, blocksize=opt.BLOCK)
     own, maxima = opt.compress(x, opt.dynamic_code(signed))
     assert torch.equal(maxima, state.absmax.flatten())
-    back = opt.restore(own, maxima, opt.dynamic_code(signed), x)
-    their_back = functional.dequantize_blockwise(codes, state)
-    # both take the nearest value; where two are equally near to fp32, either will do
-    off = lambda y: ((y - x).abs() / x.abs().amax(1, keepdim=True)).max()
-    assert abs(off(back) - off(their_back)) < 1e-6
-    assert (codes.flatten() != own).double().mean() < 1e-3
+    scaled = (x / maxima[:, None]).flatten()
+    theirs_taken, taken = codes.flatten().long(), own.long()
+    # close to the middle between two values, theirs is not always the nearest; ours is
+    gap = (theirs[theirs_taken] - scaled).abs() - (theirs[taken] - scaled).abs()
+    assert gap.min() > -1e-7 and gap.max() < 1e-4
+    assert (theirs_taken != taken).double().mean() < 0.05
 
 
 @pytest.mark.reference
