@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness import ROOT, beyond, on_ranks, refusal, run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 
