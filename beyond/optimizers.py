@@ -360,13 +360,13 @@ def cut(rules, shapes, n):
         fitting = {name: shape for name, shape in shapes.items() if rules[name] == rule}
         # QM.2 ** Each rule looks at an element, a block, rows and columns, or a matrix. How may the
         #      tensors of a rule be cut?
-        #      hint: a piece must hold all that its new elements depend on, or ranks must share it
+        #      hint: a piece must hold all that its new elements depend on, or ranks must share it;
+        #      BLOCK and SIDE limit two of the rules
         parts = {
             "adamw_8bit": partial(cut_flat, block=BLOCK),
-            "adafactor": cut_rows,
-            "muon": cut_whole,
+            "adafactor": cut_rows, "muon": cut_whole,
             "shampoo": partial(cut_whole, side=SIDE),
-        }.get(rule, cut_flat)(fitting, n)
+        }.get(rule, cut_flat)(fitting, n)  # fmt: skip
         # /QM.2
         for own, part in zip(layout, parts):
             own += part
@@ -492,8 +492,8 @@ class Task:
 
     def __init__(self, device, n=1, r=0, dtype=torch.float64, text=None, B=8, S=16):
         torch.manual_seed(0)
-        self.model = dp.LanguageModel(D=32, layers=1, heads=2, S=S).to(device, dtype)
-        self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # of keys: see lion
+        self.model = dp.LanguageModel(D=33, layers=1, heads=3, S=S).to(device, dtype)
+        self.model.blocks[0].self_attn.in_proj_bias.requires_grad_(False)  # a key's gets only noise
         self.params = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         self.text, self.B, self.S = dp.read_text(text, 65), B, S
@@ -609,7 +609,7 @@ def in_backward(group, device, rates, limit=0.1):
 
 def estimates(device):
     """Rows of what is estimated or rounded."""
-    x = Task(device).params["token.weight"].detach()[:24].view(8, 96)  # of a normal distribution
+    x = Task(device).params["token.weight"].detach().view(-1)[:768].view(8, 96)  # normal numbers
     scales, w = torch.linspace(-1, 3, 96).to(x), x[0].clone().requires_grad_()
     (found,) = hutchinson((scales * w**2).sum() / 2, [w], seed=1)
     yield dp.Row("hutchinson, a diagonal Hessian", dp.relative_error(found, scales))
