@@ -19,7 +19,7 @@ Some rules look at one element at a time; they may be cut anywhere. Others look 
     moves in a step                       elements that a rank sends
     gradients in, weights out             2(n-1) · pieces of the fullest rank: about 2(n-1)/n · P
     adafactor's sums, beside these        2(n-1)/n · (columns + 4) for each tensor
-    a step in backward                    2(n-1)/n · P; it holds one gradient tensor, not P
+    a step in backward                    2(n-1)/n · P, twice if it clips; holds one gradient
 
     python beyond/optimizers.py                          four ranks, seven rules
     torchrun --nproc-per-node 4 beyond/optimizers.py     the same, started by torchrun

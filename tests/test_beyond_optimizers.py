@@ -490,7 +490,7 @@ def test_optimizers_trains_and_shows_its_bytes():
 
 @pytest.mark.slow
 def test_optimizers_runs_under_torchrun():
-    done = run_script(ROOT / "beyond/optimizers.py", "--steps", 0, torchrun=1, timeout=200)
+    done = run_script(ROOT / "beyond/optimizers.py", "--steps", 0, torchrun=2, timeout=200)
     assert done.returncode == 0 and "NOT AS CLAIMED" not in done.stdout, done.stderr
 
 
