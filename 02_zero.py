@@ -21,7 +21,7 @@ gathers twice in each micro-batch, for forward and for backward, and reduces onc
     torchrun --nproc-per-node 4 02_zero.py   the same, started by torchrun
 
 Guide: FSDP and ZeRO · DeepSpeed ZeRO stages · FSDP1 vs FSDP2 · FSDP eviction · Overlap and
-prefetch · Mixed precision · CPU offload. The guide's table of stages contradicts the guide's own 16
+prefetch · Mixed precision. The guide's table of stages contradicts the guide's own 16
 bytes: 70 billion parameters on 16 ranks take 1,120, 333, 201 and 70 GB. ZeRO does not replicate
 state: a lost rank's shard exists nowhere else, unless another group of ranks holds the same shards
 (hybrid).
@@ -742,16 +742,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args: param_groups, as torch's, each a dictionary with its own "group", the ranks that share it,
     and if it is hybrid a "replicate_group"; stage, 0 to 3 (3 needs modules given to `fully_shard`);
-    offload, "cpu" or a folder, where state is kept between steps; bucket_mb, of what is sent at
-    once, and reduce_dtype, that gradients are summed in, in stages 0 to 2; kwargs, of the class.
+    bucket_mb, of what is sent at once, and reduce_dtype, that gradients are summed in, in stages 0
+    to 2; kwargs, of the class.
 
     16-bit parameters get an fp32 copy, which is stepped. Gradients are summed over ranks, never
     averaged: by every backward in stages 2 and 3, at step or clip_grad_norm in stages 0 and 1.
     Raises ValueError. Source: Rajbhandari et al., arXiv:1910.02054, section 5.
     """
 
-    def __init__(self, param_groups, optimizer_class, stage=1, offload=None,
-                 bucket_mb=25, reduce_dtype=None, **kwargs):  # fmt: skip
+    def __init__(self, param_groups, optimizer_class, stage=1, bucket_mb=25, reduce_dtype=None,
+                 **kwargs):  # fmt: skip
         if stage not in range(4):
             raise ValueError(f"stage {stage!r}: use 0, 1, 2 or 3")
         if {each.__name__ for each in optimizer_class.__mro__}.isdisjoint(ELEMENT_WISE):
@@ -759,7 +759,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                              f"of one: use {', '.join(ELEMENT_WISE)}")  # fmt: skip
         defaults = optimizer_class([nn.Parameter(torch.empty(1))], **kwargs).defaults
         super().__init__(param_groups, defaults)
-        self.stage, self.offload = stage, offload
+        self.stage = stage
         self.owner, self.names = {}, {}  # a parameter's group, and its name
         for i, each in enumerate(self.param_groups):
             for k, param in enumerate(each["params"]):
@@ -778,7 +778,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 piece.tensor = shard.own[piece.where].to(shard.state_dtype)
                 groups[self.owner[piece.param]]["params"].append(piece.tensor)
             shard.optimizer = optimizer_class(groups, **kwargs)
-            send_home(shard, offload)
         if stage == 3:
             self.reductions = list(dict.fromkeys(shard.unit.window for shard in self.shards))
             return
@@ -861,8 +860,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _step_shard(self, shard, used):
         """Step the parameters of which some rank had a gradient; others keep what they are."""
-        if self.offload:
-            fetch(shard)
         for inner, outer in zip(shard.optimizer.param_groups, self.param_groups):
             inner.update(self._options(outer))  # such as the rate that a scheduler set
         for piece in shard.pieces:
@@ -874,7 +871,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             piece.tensor.grad = None
             if shard.own.dtype != shard.state_dtype:
                 shard.own[piece.where] = piece.tensor
-        send_home(shard, self.offload)
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, local ones and summed ones; or set those that exist to zero."""
@@ -1074,7 +1070,7 @@ def drop_if_cleared(shard, i):
                 shard.grad[piece.where] = 0
 
 
-# offload and checkpoints
+# checkpoints
 
 
 def states_of(shard):
@@ -1083,30 +1079,6 @@ def states_of(shard):
     for piece in shard.pieces:
         state = shard.optimizer.state.get(piece.tensor, {})
         yield piece, {"param": piece.tensor} | {k: x for k, x in state.items() if x is not None}
-
-
-def to_move(shard):
-    """The tensors of a shard that only its step needs: fp32 copies, and state of each element."""
-    stays = {*NUMBERS, *["param"] * (shard.own.dtype == shard.state_dtype)}
-    return [x for _, held in states_of(shard) for name, x in held.items() if name not in stays]
-
-
-def fetch(shard):
-    """Copy a shard's state to the device that steps it."""
-    for tensor in to_move(shard):
-        tensor.data = tensor.to(shard.own.device, copy=True)
-
-
-def send_home(shard, where):
-    """Leave a shard's state on the CPU, or in files of a folder."""
-    for tensor in to_move(shard) if where else ():
-        if where == "cpu":
-            tensor.data = tensor.cpu()
-        else:
-            size, dtype = tensor.numel(), tensor.dtype
-            with tempfile.NamedTemporaryFile(dir=where) as file:  # the name goes, the map stays
-                home = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
-            tensor.data = home.copy_(tensor)
 
 
 @torch.no_grad()
@@ -1155,7 +1127,6 @@ def load_state(optimizer, state_dict):
                 name: (x if name in NUMBERS else part(x)).clone()
                 for name, x in saved.items() if x is not None
             }  # fmt: skip
-        send_home(shard, optimizer.offload)
 
 
 # ── from here on: proof, run, kit ────────────────────────────────────────────────────────────

@@ -1465,8 +1465,8 @@ def offload_bytes(params, ranks=1, recipe="bf16", tier="cpu"):
     """Bytes that one rank moves per step for an optimizer that lives elsewhere, by direction.
 
     cpu (ZeRO-Offload): gradients out, new weights in, the step runs on the CPU. nvme
-    (ZeRO-Infinity): besides, master and moments are read and written back. Chapter 02's own offload
-    is another system: it brings the state to the device and steps there.
+    (ZeRO-Infinity): besides, master and moments are read and written back. beyond/offload.py counts
+    the same bytes in a run.
     """
     items = state_items(int(params), int(ranks), 3, recipe)
     optimizer = sum(n for name, n in items.items() if name == "fp32 master" or "moment" in name)

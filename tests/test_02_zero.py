@@ -3,10 +3,8 @@
 import argparse
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import io
-import resource
 from unittest.mock import patch
 
 import pytest
@@ -799,7 +797,7 @@ def test_nothing_is_gathered_outside_a_step_nor_kept_after_evaluation():
         assert sizes == {0} and found == claimed
 
 
-# ── precision, offload, refusals ─────────────────────────────────────────────────────────────
+# ── precision, refusals ──────────────────────────────────────────────────────────────────────
 
 
 def test_parameters_are_gathered_in_one_dtype_summed_in_another_and_kept_in_a_third():
@@ -822,57 +820,6 @@ def test_parameters_are_gathered_in_one_dtype_summed_in_another_and_kept_in_a_th
     for sent, dtypes, kept, held, s, k in on_ranks(2, step):
         assert sent == (2 * 2, 4) and dtypes == {(torch.float32, torch.float32)} and kept
         assert held == [4 * s, 4 * (s + k), 0]
-
-
-def offloaded(stage, where, dtype, steps=3):
-    """Parameters and state after some steps."""
-    model = zero.tiny_model(CPU, dtype)
-    optimizer = zero.sharded(model, stage, world(), offload=where, bucket_mb=0.002, lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        zero.backward(model, zero.proof_batch(2, 1, CPU, seed=step)[rank()], 16)
-        optimizer.step()
-    state = optimizer.state_dict()["state"]
-    with zero.gathered(model):
-        weights = [param.detach().clone() for param in model.parameters()]
-    return weights + [x for each in state.values() for x in each.values()]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offload_changes_no_bit_and_leaves_no_file(stage, dtype, tmp_path):
-    plain = on_ranks(2, offloaded, stage, None, dtype)
-    for where in ("cpu", str(tmp_path)):
-        for found, wanted in zip(on_ranks(2, offloaded, stage, where, dtype), plain):
-            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_offload_to_a_folder_steps_where_the_state_does_not_fit_in_memory(tmp_path):
-    """64 MB of parameters want 128 MB of state; 60 MB more than parameters and gradients are
-    allowed, of which chunks need a part."""
-
-    def step(where):
-        M_MMAP_THRESHOLD = -3  # from this size on, glibc gives back at once what is freed
-        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
-        params = [nn.Parameter(torch.ones(1_000_000)) for _ in range(16)]
-        groups = [{"params": params, "group": world()}]
-        given = dict(lr=0.1, offload=where, bucket_mb=4, foreach=False)
-        optimizer = zero.ZeroOptimizer(groups, torch.optim.AdamW, 0, **given)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.finish_reduce()
-        status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-        used = 1024 * int(status["VmData"].split()[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000,) * 2)
-        for _ in range(2):
-            optimizer.step()
-        return params[0][0].item()
-
-    with pytest.raises(RankFailed, match="memory"):
-        on_ranks(1, step, None)
-    assert on_ranks(1, step, str(tmp_path)) == [pytest.approx(1 - 0.2, abs=0.01)]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
@@ -958,12 +905,10 @@ def test_the_next_bucket_leaves_before_the_last_one_is_waited_for():
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("where", [None, "cpu", "folder"])
-def test_a_run_taken_up_from_its_checkpoint_goes_on_bit_by_bit(stage, dtype, where, tmp_path):
+def test_a_run_taken_up_from_its_checkpoint_goes_on_bit_by_bit(stage, dtype):
     def steps():
         model, batch = zero.tiny_model(CPU, dtype), zero.proof_batch(2, 1, CPU)[rank()]
-        given = dict(offload=str(tmp_path) if where == "folder" else where, bucket_mb=0.002)
-        optimizer = zero.sharded(model, stage, world(), lr=1e-4, **given)
+        optimizer = zero.sharded(model, stage, world(), bucket_mb=0.002, lr=1e-4)
 
         def go_on():
             for _ in range(3):
@@ -1082,11 +1027,10 @@ def test_a_run_goes_on_after_an_exception(where, first, stage, layout):
     assert on_ranks(2, steps, timeout=10) == [True] * 2
 
 
-@pytest.mark.parametrize("where", [None, "cpu"])
 @pytest.mark.parametrize("optimizer_class, options", [
     (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True}),
 ])  # fmt: skip
-def test_state_that_one_parameter_group_alone_has(optimizer_class, options, where):
+def test_state_that_one_parameter_group_alone_has(optimizer_class, options):
     def groups(model):
         one, two = groups_of(model)
         return [{**one, **options}, two]
@@ -1101,7 +1045,7 @@ def test_state_that_one_parameter_group_alone_has(optimizer_class, options, wher
     def sharded():
         model = fresh()
         given = [{**each, "group": world()} for each in groups(model)]
-        optimizer = zero.ZeroOptimizer(given, optimizer_class, 2, offload=where, lr=0.1)
+        optimizer = zero.ZeroOptimizer(given, optimizer_class, 2, lr=0.1)
         train(optimizer, model, lambda x: x.chunk(2)[rank()], 2)
         state = optimizer.state_dict()
         optimizer.load_state_dict(copy.deepcopy(state))
