@@ -153,6 +153,10 @@ def test_a_delayed_scale_forgets_after_its_length_and_skips_an_overflow():
         return seen
 
     expected = [[8], [8, 8], [8, 2], [2, 1], [1, 1]]
+    cast = precision.Delayed(precision.E4M3)
+    cast.past.extend(torch.full((1, 1, 1, 1), size) for size in (8.0, 2.0))
+    x = torch.tensor([[1.9, 0.3]])
+    assert torch.equal(cast(x), precision.quantise(x, precision.E4M3, amax=torch.tensor(8.0)))
     assert on_ranks(2, history) == [expected] * 2
 
 
@@ -207,9 +211,10 @@ def test_an_overflow_of_one_shard_is_known_to_all():
 
 def test_a_policy_spares_the_ends():
     of = precision.policy("FP8 blocks", ends="BF16")
-    x = torch.full((1, 128), 1 + 2**-6)
-    rounded = [of(i, 4).x(x)[0, 0].item() for i in range(4)]
-    assert rounded[0] == rounded[3] == 1 + 2**-6  # BF16 has it
+    x = torch.ones(1, 128)
+    x[0, 0] = 1 + 2**-6  # it becomes 448 in eight bits, and so does the 1 beside it; BF16 has both
+    rounded = [of(i, 4).x(x)[0, 1].item() for i in range(4)]
+    assert rounded[0] == rounded[3] == 1 and rounded[1] == rounded[2] != 1
     plain = precision.policy("all bits")(0, 4)
     assert plain.w(x) is x
 
