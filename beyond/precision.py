@@ -25,7 +25,7 @@ master weight, in a sum.
     torchrun --nproc-per-node 4 beyond/precision.py     the same on four
 
 Rounding is emulated: operands take the values that a small format has, and products are summed in
-the dtype of the tensors, so no speed is measured here. Four bits (MX, NVFP4) are not in this file.
+the dtype of the tensors, so no speed is measured here. Four bits are in four_bits.py.
 
 Guide: Mixed precision training (FP8 serves the attention projections too, not only the MLP; FP16
 does not overflow in a softmax because a sequence is long).
