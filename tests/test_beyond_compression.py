@@ -194,6 +194,31 @@ def test_with_a_vote_a_number_moves_by_its_sign():
     assert torch.equal(one, two) and set(one.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
 
+@pytest.mark.parametrize("vote", [False, True])
+def test_the_largest_waves_of_each_tile_are_those_of_one_process(vote):
+    """By one matrix for a whole tile. With a vote, a wave's mean is over those ranks that sent it;
+    a sum instead would give the wave of three ranks more weight than that of one."""
+    gradient = drawn(3)[0]
+
+    def reduce():
+        compressor = compression.DCT(SHAPES, kept=5, vote=vote)
+        return compressor.reduce(gradient[dist.get_rank()], dist.group.WORLD)
+
+    applied, own = torch.zeros(P).double(), torch.zeros(3, P).double()
+    for rows, columns, start in (12, 10, 0), (1, 7, 120):
+        place = slice(start, start + rows * columns)
+        change = torch.kron(compression.waves(rows), compression.waves(columns))
+        waves = gradient[:, place] @ change.T
+        least = waves.abs().sort(dim=1, descending=True).values[:, 4:5]
+        sent = torch.where(waves.abs() >= least, waves, 0.0)
+        own[:, place] = sent @ change
+        senders = (sent != 0).sum(0).clamp(min=1) if vote else 1
+        applied[place] = sent.sum(0) / senders @ change
+    for rank, (found, found_own) in enumerate(on_ranks(3, reduce)):
+        assert torch.allclose(found, applied.sign() if vote else applied, rtol=0, atol=1e-10)
+        assert torch.allclose(found_own, own[rank], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("masking, second", [(False, [0, 1 + 1.9]), (True, [0, 2.9])])
 def test_momentum_is_added_up_before_the_message(masking, second):
     """(2, 1): step 0 sends 2; the velocity of what was sent starts anew only where it is masked."""
@@ -246,6 +271,33 @@ def test_one_bit_adam_begins_as_adam_without_bias_correction_and_freezes_the_sec
 
     for sent in on_ranks(2, steps):
         assert sent[0] == sent[1] == 8 * P and sent[2] == sent[3] == 2 * 8 + 2 * 8
+
+
+def test_one_bit_adam_is_that_of_one_process_which_has_all_ranks_gradients():
+    n, warmup, gradients = 3, 3, drawn(3, 7)
+    gradients[:, :, 100:] = 0.0  # untouched numbers: their second moment is 0, they never move
+
+    def steps():
+        optimizer, weights = compression.OneBitAdam(SHAPES, warmup), torch.zeros(P).double()
+        for gradient in gradients:
+            optimizer.step(weights, gradient[dist.get_rank()], dist.group.WORLD)
+        return weights
+
+    signs = lambda x: torch.where(x >= 0, 1.0, -1.0) * x.abs().mean(-1, keepdim=True)
+    first = second = weights = torch.zeros(P).double()
+    residual, rounding = torch.zeros(n, 100).double(), torch.zeros(100).double()
+    for step, gradient in enumerate(gradients):
+        if step < warmup:
+            first = 0.9 * first + 0.1 * gradient.sum(0)
+            second = 0.999 * second + 0.001 * gradient.sum(0) ** 2
+        else:
+            x = 0.9 * first[:100] / n + 0.1 * gradient[:, :100] + residual
+            residual, sums = x - signs(x), signs(x).sum(0) + rounding
+            moved = torch.cat([signs(chunk) for chunk in sums.split(40)])  # whole bytes on 3 ranks
+            first, rounding = torch.cat([moved, torch.zeros(27)]), sums - moved
+        weights = weights - 3e-3 * first / (second.sqrt() + 1e-8)
+    for found in on_ranks(n, steps):
+        assert torch.allclose(found, weights, rtol=0, atol=1e-10) and weights.abs().max() > 0.01
 
 
 def test_compression_refuses_what_cannot_work():
