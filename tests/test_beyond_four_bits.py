@@ -189,19 +189,30 @@ def test_a_rotation_spreads_one_outlier_over_its_sixteen():
 
 def test_the_backward_rotates_only_the_gradient_of_the_weight():
     x, w, g = matrix(6), matrix(7), matrix(8)
+    casts = four_bits.NEAREST._replace(x=four_bits.as_mx(E4M3))  # x and g are told apart
 
     def gradients(function):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = function.apply(a, b, four_bits.NEAREST)
+        y = function.apply(a, b, casts)
         y.backward(g)
         return y.detach(), a.grad, b.grad
 
     plain, turned = gradients(precision.Products), gradients(four_bits.Rotated)
     assert torch.equal(plain[0], turned[0]) and torch.equal(plain[1], turned[1])
     cast, R = four_bits.as_nvfp4(), four_bits.hadamard()
-    by_hand = cast(four_bits.rotate(g.T, R)) @ cast(four_bits.rotate(x.T, R)).T
+    by_hand = cast(four_bits.rotate(g.T, R)) @ casts.x(four_bits.rotate(x.T, R)).T
     assert torch.allclose(turned[2], by_hand, rtol=1e-12)
     assert not torch.allclose(turned[2], plain[2], rtol=1e-3)
+
+
+def test_gradients_alone_are_rounded_by_dice_and_weights_alone_in_squares():
+    x, nearest, drawn = matrix(9), four_bits.NEAREST, four_bits.BY_DICE
+    assert torch.equal(nearest.w(x.T.contiguous()), nearest.w(x).T)
+    for casts, by_dice in (nearest, ""), (drawn, "g"):
+        for name, cast in casts._asdict().items():
+            assert torch.equal(cast(x), cast(x)) == (name not in by_dice), name
+    for name in ("x", "g"):
+        assert torch.equal(getattr(nearest, name)(x), four_bits.as_nvfp4()(x))
 
 
 def test_a_width_that_blocks_do_not_divide_is_refused_with_the_way_out():
