@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import twin_5d
 from harness import ROOT, RankFailed, chapter, on_ranks, run_script
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 five = chapter("07_5d")
 CPU = torch.device("cpu")
@@ -250,12 +251,14 @@ def test_a_token_meets_some_of_the_parameters_and_mfu_counts_no_others(sizes):
     ("tp cp dp pp", [0, 8], [0, 1]),
 ])  # fmt: skip
 def test_the_order_of_axes_decides_who_is_next_to_whom(order, tp_peers, pp_peers):
-    def peers():
+    def peers(rank):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=16, store=FakeStore())  # no links
         grid = five.Grid(2, 2, 2, 2, 2, order)
         group = lambda axes: dist.get_process_group_ranks(grid[axes])
         return grid.at, {axes: group(axes) for axes in grid.GROUPS}
 
-    ranks = on_ranks(16, peers)
+    ranks = on_ranks(1, lambda: [peers(rank) for rank in range(16)])[0]
     assert ranks[0][1]["tp"] == tp_peers and ranks[0][1]["pp"] == pp_peers
     for me, (at, groups) in enumerate(ranks):
         for axes, members in groups.items():

@@ -30,11 +30,11 @@ def test_a_step_counts_only_if_all_ranks_are_well_and_have_one_gradient():
         assert on_ranks(3, told, *who, digests) == [expected] * 3
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_faults_proves_itself(ranks, tmp_path):
-    """Every scenario: values beside one process, bytes by formula, sentences, wrong rows."""
+def test_faults_proves_itself(tmp_path):
+    """Every scenario: values beside one process, bytes by formula, sentences, wrong rows. Three
+    ranks are torchrun's, below."""
     script = ROOT / "beyond/faults.py"
-    done = run_script(script, "--steps", 0, "--ranks", ranks, cwd=tmp_path, timeout=200)
+    done = run_script(script, "--steps", 0, "--ranks", 4, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT AS CLAIMED" not in done.stdout and "buddy lost: refused" in done.stdout
     assert done.stderr == "" and list(tmp_path.iterdir()) == []
