@@ -693,6 +693,6 @@ def validate(args, ranks):
 
 
 if __name__ == "__main__":
-    parser = dp.arguments(__doc__, ranks=4, steps=100)
+    parser = dp.arguments(__doc__, ranks=4, steps=60)
     parser.add_argument("--keep", type=float, default=0.01, help="part of the numbers in a message")
     dp.launch(main, parser.parse_args(), validate)

@@ -164,6 +164,37 @@ def test_places_of_random_k_are_the_same_on_all_ranks_and_change():
     assert len(one.places(3).unique()) == 9 and one.places(3).max() < P
 
 
+def test_places_that_ranks_draw_for_themselves_add_up_what_does_not_belong_together():
+    """The j-th value of one rank is added to the j-th of another, which stands at another place."""
+    x_nP = drawn(2, steps=1)[0]
+
+    def reduce():
+        compressor = compression.RandomK(SHAPES, 9)
+        compressor.state["step"] = dist.get_rank()  # in place of one number for all ranks
+        return compressor.reduce(x_nP[dist.get_rank()], dist.group.WORLD)[0]
+
+    places = [compression.RandomK(SHAPES, 9).places(step) for step in range(2)]
+    sums = x_nP[0, places[0]] + x_nP[1, places[1]]
+    for applied_P, at in zip(on_ranks(2, reduce), places):
+        torch.testing.assert_close(applied_P, torch.zeros(P).double().index_copy(0, at, sums))
+
+
+def test_the_root_of_the_mean_square_is_no_scale_for_a_lonely_number():
+    """Of one number in 64, the mean size leaves out 1 - 1/64 of the square; the root of the mean
+    square leaves out 2 - 2/8, more than there was: its residual can grow from step to step."""
+    x_P = torch.zeros(64, dtype=torch.float64)
+    x_P[5] = 3.0
+
+    def left_out(scale):
+        own_P = compression.Sign([(64,)], scale).reduce(x_P, dist.group.WORLD)[1]
+        return ((x_P - own_P).square().sum() / x_P.square().sum()).item()
+
+    def both():
+        return left_out(compression.mean_size), left_out(lambda x: x.square().mean().sqrt())
+
+    assert on_ranks(1, both)[0] == pytest.approx((1 - 1 / 64, 2 - 2 / 8), rel=1e-12)
+
+
 @pytest.mark.parametrize("N", [1, 2, 6, 64])
 def test_waves_are_orthonormal_and_start_with_the_constant_one(N):
     waves = compression.waves(N)
