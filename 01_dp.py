@@ -19,7 +19,6 @@ With m micro-batches in a step, a rank adds up its own gradients first and sends
     torchrun --nproc-per-node 4 01_dp.py     the same, started by torchrun
 
 How large a bucket should be has to be measured: benchmarks/slow_link.py does it.
-
 Guide: Data Parallelism · DP and gradient overlap · gradient_as_bucket_view · Gradient accumulation.
 Questions  Q1.1 * the divisor of the loss     Q1.2 * what must start equal
            Q1.3 ** when a bucket may leave    Q1.4 ** which micro-batch sends
@@ -29,16 +28,17 @@ Questions  Q1.1 * the divisor of the loss     Q1.2 * what must start equal
 # S tokens of a sequence · D width · V vocabulary · P parameters
 
 import copy
+import signal
 from contextlib import contextmanager, nullcontext
 from weakref import WeakValueDictionary
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
-__all__ = ["DataParallel", "all_reduce_gradients", "broadcast_parameters", "ring_all_reduce"]
-
 
 # ── the serial twin: a small language model over bytes, from torch's own layers ──────────────
 

@@ -21,10 +21,9 @@ gathers twice in each micro-batch, for forward and for backward, and reduces onc
     torchrun --nproc-per-node 4 02_zero.py   the same, started by torchrun
 
 Guide: FSDP and ZeRO · DeepSpeed ZeRO stages · FSDP1 vs FSDP2 · FSDP eviction · Overlap and
-prefetch · Mixed precision. The guide's table of stages contradicts the guide's own 16
-bytes: 70 billion parameters on 16 ranks take 1,120, 333, 201 and 70 GB. ZeRO does not replicate
-state: a lost rank's shard exists nowhere else, unless another group of ranks holds the same shards
-(hybrid).
+prefetch · Mixed precision. Its table of stages contradicts its own 16 bytes: 70 billion parameters
+on 16 ranks take 1,120, 333, 201 and 70 GB. ZeRO does not replicate state: a lost rank's shard
+exists nowhere else, unless another group of ranks holds the same shards (hybrid).
 
 Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm?
            Q2.3 ** where does the next micro-batch's gradient go?
@@ -35,20 +34,21 @@ Questions  Q2.1 * how long is a row?         Q2.2 ** whose squares make the norm
 
 # A small p is this rank's part of P: an (n, p) matrix has a row for each rank.
 
+import signal
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import accumulate
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
-
-__all__ = ["ZeroOptimizer", "fully_shard", "gathered"]
-
 
 # ── the serial twin: a byte from the byte before ─────────────────────────────────────────────
 
@@ -65,8 +65,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes (b, S) to logits of the next byte (b, S, V). It has no attention: ZeRO is about state,
-    and a model without attention has the same kinds of state."""
+    """Bytes (b, S) to logits of the next byte (b, S, V). ZeRO needs no attention to be shown."""
 
     def __init__(self, D=128, layers=4, V=256):
         super().__init__()

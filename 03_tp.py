@@ -37,7 +37,11 @@ Questions  Q3.1 ** what happens to x before the columns?   Q3.2 * where is a row
 # n ranks · B sequences · S tokens of a sequence · s tokens of this rank · D width
 # H query heads · K key/value heads · d width of a head · F hidden units · V vocabulary
 
+import signal
 from dataclasses import dataclass
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -45,15 +49,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-__all__ = [
-    "Attention", "ColumnParallelLinear", "MLP", "RMSNorm", "RowParallelLinear",
-    "VocabParallelEmbedding", "causal", "check_divides", "check_heads", "clip_grad_norm",
-    "copy_to_ranks", "gather_sequence", "gather_whole", "load_whole", "reduce_from_ranks",
-    "scatter_sequence", "shard", "shard_specs", "sum_replicated_gradients", "unshard",
-    "vocab_parallel_cross_entropy",
-]  # fmt: skip
-
 
 # ── the serial twin: the same model on one process, in plain torch ───────────────────────────
 

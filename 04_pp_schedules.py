@@ -36,6 +36,7 @@ Questions  Q4.1 * what is GPipe's list?   Q4.2 * how many forwards come first in
 # B sequences · S tokens of a sequence · D width · V vocabulary
 
 import math
+import signal
 import time
 from collections import defaultdict, deque, namedtuple
 from contextlib import contextmanager, nullcontext
@@ -43,18 +44,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from unittest.mock import patch
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import GraphExecGroup
-
-__all__ = [
-    "Op", "SCHEDULES", "placement", "receiver", "simulate", "execute", "share_gradients",
-    "gantt",
-]  # fmt: skip
-
 
 # ── two schedules by hand ────────────────────────────────────────────────────────────────────
 

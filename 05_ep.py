@@ -30,17 +30,16 @@ Questions  Q5.1 ** which experts may not be chosen?   Q5.2 *** what is summed be
 # F hidden units · E experts · e experts of this rank · k experts of a token · R rows received
 
 import math
+import signal
 from collections import namedtuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as nnf  # not F, which is a letter here
-
-__all__ = [
-    "MoE", "Router", "attach_loss", "combine", "dispatch", "gather_tokens", "make_plan", "one_hop",
-    "reduce_gradients", "shard_specs", "two_hops",
-]  # fmt: skip
 
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 

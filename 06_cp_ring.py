@@ -39,19 +39,18 @@ Questions  Q6.1 * who holds which chunk?       Q6.2 ** how do two blocks become 
 # H query heads · K key/value heads · d width of a head · V vocabulary
 
 import math
+import signal
 from collections import namedtuple
 from functools import partial
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
-
-__all__ = [
-    "agree_on_sequence", "all_gather_attention", "positions", "ring_attention", "shard",
-    "ulysses_attention", "ulysses_ring_attention", "unshard",
-]  # fmt: skip
 
 # ── the serial twin ──────────────────────────────────────────────────────────────────────────
 

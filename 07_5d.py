@@ -28,7 +28,6 @@ Guide: 3D, 4D, 5D parallelism · Communication patterns and topology · Activati
 Gradient accumulation · Checkpointing and resharding · Hyperparameters. Nobody trains with five axes
 at once: Llama 3 405B had TP 8, PP 16, CP 1 (16 for 131K tokens) and no experts; DeepSeek-V3 had
 PP 16, EP 64 and no TP.
-
 Questions  Q7.1 ** which ranks form a group?          Q7.2 *** over whom is a gradient summed?
            Q7.3 ** how often is an element counted?   Q7.4 ** which ranks skip a step?
 """
@@ -37,9 +36,13 @@ Questions  Q7.1 ** which ranks form a group?          Q7.2 *** over whom is a gr
 
 import importlib
 import math
+import signal
 from collections import namedtuple
 from datetime import timedelta
 from functools import partial
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import numpy as np
 import torch
@@ -48,10 +51,8 @@ from einops import rearrange
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-dp, zero, tp, pp, ep, cp = (
-    importlib.import_module(name)
-    for name in ("01_dp", "02_zero", "03_tp", "04_pp_schedules", "05_ep", "06_cp_ring")
-)
+chapters = "01_dp", "02_zero", "03_tp", "04_pp_schedules", "05_ep", "06_cp_ring"
+dp, zero, tp, pp, ep, cp = map(importlib.import_module, chapters)
 
 # ── the grid: which ranks form a group ───────────────────────────────────────────────────────
 

@@ -23,7 +23,6 @@ Top-k sends less than dense only while k/P < 1/n: with 1,024 ranks, less than a 
 
 A rank needs its whole gradient and holds its whole residual: ZeRO-2 and ZeRO-3 do not go with it.
 Micro-batches are added up first and compressed once.
-
 Guide: Gradient compression for slow networks · Compression for cross-DC · DiLoCo (there, DisTrO).
 Sources: error feedback, arXiv:1901.09847; top-k, arXiv:1809.07599; DGC, arXiv:1712.01887;
 1-bit Adam, arXiv:2102.02888; PowerSGD, arXiv:1905.13727; DeMo, arXiv:2411.19870.
@@ -36,9 +35,13 @@ Questions  QK.1 * what a rank keeps   QK.2 ** which matrices may be summed
 import copy
 import importlib
 import math
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -627,8 +630,7 @@ def methods(shapes, keep, steps):
     yield "low rank 2", Descent(0.5, LowRank(shapes, 2))
     yield "DCT", Descent(0.5, DCT(shapes))
     yield "dense, momentum", Descent(0.05, Dense(shapes), momentum=0.9)
-    masked = dict(momentum=0.9, masking=True)
-    yield f"top-k {some}, momentum", Descent(0.05, TopK(shapes, kept), **masked)
+    yield f"top-k {some}, momentum", Descent(0.05, TopK(shapes, kept), momentum=0.9, masking=True)
     yield "DeMo", Descent(3e-3, DCT(shapes, vote=True), decay=0.999)
     yield "dense Adam", OneBitAdam(shapes, warmup=steps)
     yield "1-bit Adam", OneBitAdam(shapes, warmup=max(1, steps // 4))

@@ -25,7 +25,6 @@ back what the dead rank held, and go on with the same batch.
 
 Each rank that the launcher starts is a supervisor: it forks a worker, which trains, and tells a
 store when its worker has died. Workers use gloo; NCCL must abort its communicator first: not shown.
-
 Guide: Fault tolerance at scale (there, ZeRO replicates state; it does not) · Failure modes.
 Sources: Llama 3, arXiv:2407.21783, section 3.3.4; Gemini, SOSP 2023 (copies in peers' memory).
 Questions  QF.1 ** when may a step count?   QF.2 *** which rank sends which chunk?
@@ -48,6 +47,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -210,8 +212,7 @@ class Worker:
         self.weights = F.pad(flat, (0, -len(flat) % CHUNKS))
         self.size = len(self.weights) // CHUNKS
         self.owners = cut_anew(None, None, self.members)
-        zeros = self.weights.new_zeros(2, self.size)
-        self.moments = {chunk: zeros for chunk in self.chunks_of(number)}
+        self.moments = dict.fromkeys(self.chunks_of(number), self.weights.new_zeros(2, self.size))
         self.copies, self.staged, self.regrouped = {}, None, None
         # the handler only sets a flag: a collective inside it could meet another one half done
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "leaving", True))
@@ -298,8 +299,7 @@ class Worker:
         seconds = time.perf_counter() - started
         if self.scenario.seconds:
             seconds = self.counts[index] * self.scenario.seconds.get(self.number, 1.0)
-        parts = [param.grad.flatten() for param in self.parameters]
-        gradient = torch.cat([*parts, loss.detach()[None]])
+        gradient = torch.cat([*(p.grad.flatten() for p in self.parameters), loss.detach()[None]])
         self.at("all_reduce of the gradients")
         # all_reduce(SUM) over the ranks, P + 1: the gradient and the loss of the whole step
         dist.all_reduce(gradient, group=group)

@@ -28,8 +28,12 @@ Questions  QW.1 ** which power of two is a block's scale?   QW.2 ** what may be 
 
 import importlib
 import math
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist

@@ -32,6 +32,7 @@ Questions  QO.1 * what crosses the link?   QO.2 ** what is read while a unit com
 # F hidden units · P parameters
 
 import importlib
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -36,10 +36,14 @@ Questions  QM.1 * which mean is used when?   QM.2 ** which rules may be cut wher
 import importlib
 import itertools
 import math
+import signal
 import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -172,8 +176,7 @@ def compress(x, code):
     """Return a byte for each element of x, and the largest |x| of each block in fp32."""
     blocks = F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     maxima = blocks.abs().amax(1).float()
-    code = code.to(x)
-    scaled = blocks / maxima.to(x).clamp(min=1e-30)[:, None]
+    scaled, code = blocks / maxima.to(x).clamp(min=1e-30)[:, None], code.to(x)
     nearest = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2).to(torch.uint8)
     return nearest.flatten()[: x.numel()], maxima
 
@@ -301,7 +304,6 @@ def choose(method, shapes):
 
 class Piece(NamedTuple):
     """A part of a parameter: its name, the shape in which to see it, and slices of that shape."""
-
     name: str
     seen_as: tuple
     slices: tuple
@@ -457,8 +459,7 @@ class InBackward:
 
     def step(self, loss_share, rate, max_norm=math.inf):
         """Take one step; `loss_share` runs a forward and returns this rank's share of the loss."""
-        squares, scale = [], 1.0
-        self.t += 1
+        squares, scale, self.t = [], 1.0, self.t + 1
         # QM.3 *** All gradients together shall have a norm of at most max_norm. When is the norm
         #      known, and what has become of the gradients by then?
         #      hint: a gradient that was freed can be computed again, while no weight has changed
@@ -562,8 +563,7 @@ def cut_wrongly(method, way, group, device, rates):
     task, wanted = Task(device, n, r), one_process(method, device, rates)
     rules, layout = optimizer_of(task, method)[0].rules, way(task.shapes, n)
     found = task.train(Sharded(task.params, rules, layout, group), rates)
-    predicted = one_process(method, device, rates, way, n)
-    errors = [dp.max_error(values, wanted) for values in (found, predicted)]
+    errors = [dp.max_error(x, wanted) for x in (found, one_process(method, device, rates, way, n))]
     return dp.Row(f"{method}, {way.__name__}", errors[0], wrong=errors[1])
 
 

@@ -26,7 +26,6 @@ master weight, in a sum.
 
 Rounding is emulated: operands take the values that a small format has, and products are summed in
 the dtype of the tensors, so no speed is measured here. Four bits are in four_bits.py.
-
 Guide: Mixed precision training (FP8 serves the attention projections too, not only the MLP; FP16
 does not overflow in a softmax because a sequence is long).
 Sources: loss scaling, arXiv:1710.03740; FP8, arXiv:2209.05433; blocks and sums of 128 products,
@@ -39,10 +38,14 @@ Questions  QN.1 ** which values become zero beside an outlier?   QN.2 ** who agr
 
 import importlib
 import math
+import signal
 import sys
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -390,7 +393,6 @@ def dispatch(x, sends, receives, group):
 
 # ── what is kept: master weights, and the accumulator of a product ───────────────────────────
 
-
 # A master is rounded after each update. Replicas of a weight must roll the same dice, or else
 # they are replicas no more.
 
@@ -462,13 +464,11 @@ def format_rows(device):
         x[0, 0] = A
         lost = math.erf(flushed_below(A, E4M3) / math.sqrt(2))
         whole, tiles = quantise(x, E4M3), quantise(x, E4M3, TILE)
-        slack = 1.01 / x.numel()
-        name = f"zeros beside an outlier of {A:,.0f}"
+        name, slack = f"zeros beside an outlier of {A:,.0f}", 1.01 / x.numel()
         yield dp.Row(name, zeros(whole), bound=(lost - slack, lost + slack))
         share = lost / BLOCK  # only the outlier's own tile loses any
         yield dp.Row("  in tiles of 1 x 128", zeros(tiles), bound=(0.0, 3 * share + slack))
-        gain = rest(tiles) / rest(whole)
-        yield dp.Row("  error of the rest, over the tensor's", gain, bound=(0.9, 1.0))
+        yield dp.Row("  rest: error over the tensor's", rest(tiles) / rest(whole), bound=(0.9, 1.0))
 
 
 def layer_rows(device):

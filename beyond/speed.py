@@ -23,7 +23,6 @@ of the device (HBM), or how often Python starts an operation.
     torchrun --nproc-per-node 2 beyond/speed.py     the same, started by torchrun
 
 Bytes, order, graphs and launches are counted. Only where there is a GPU is a step timed.
-
 Guide: Memory math · Custom kernels, compile and CUDA graphs · Activation checkpointing in detail.
 Sources: Chen, arXiv:1604.06174; Korthikanti, arXiv:2205.05198; Rotor, arXiv:1911.13214; Lynx,
 arXiv:2406.08756; FlashAttention 1 and 2, arXiv:2205.14135, 2307.08691; Liger, arXiv:2410.10989.
@@ -35,10 +34,14 @@ Questions  QV.1 ** what besides the input must come back?   QV.2 *** which plan 
 
 import importlib
 import math
+import signal
 import sys
 import time
 from functools import lru_cache, partial
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads ends it without a trace
 
 import torch
 import torch.distributed as dist
@@ -54,6 +57,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 dp = importlib.import_module("01_dp")
 
 DROP, RATE = 0.1, 0.1
+worst = lambda found, wanted: max(map(dp.relative_error, found, wanted))
 
 
 # ── by hand: a chain of blocks, and what of it is kept ───────────────────────────────────────
@@ -437,8 +441,8 @@ class Replay(TorchDispatchMode):
         """Copy the inputs to their addresses and replay; the outputs change with the next call."""
         for fixed, x in zip(self.inputs, inputs, strict=True):
             if fixed.shape != x.shape:
-                captured, called = [*fixed.shape], [*x.shape]
-                raise ValueError(f"captured for {captured}, called with {called}: capture again")
+                shapes = f"captured for {[*fixed.shape]}, called with {[*x.shape]}"
+                raise ValueError(f"{shapes}: capture again")
             fixed.copy_(x)
         self.replay()
         return self.outputs
@@ -460,8 +464,7 @@ class Replay(TorchDispatchMode):
 draws = lambda device: torch.Generator(device).manual_seed(7)  # of the masks, as they begin
 
 
-def random(seed, device, *shape):
-    """Normal float64 numbers, the same on all ranks."""
+def random(seed, device, *shape):  # normal float64 numbers, the same on all ranks
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double().to(device)
 
 
@@ -488,9 +491,6 @@ def part(gradients, n, r):
     return [cut(i, x) for i, x in enumerate(gradients)]
 
 
-worst = lambda found, wanted: max(map(dp.relative_error, found, wanted))
-
-
 def measured(plan, whole, x_BSD, goal_BSD, group, again=True):
     """(gradients, most bytes held, bytes sent, events) of a plan on this rank."""
     n, r = dist.get_world_size(group), group.rank()
@@ -512,15 +512,15 @@ def recompute_rows(group, device, layers=6, D=16, F=32):
     for k in formula:
         plans[f"every {k}"] = every(layers, k), 3 * layers - layers / k, formula[k]
     plans["every 2, ahead"] = ahead(every(layers, 2)), 2.5 * layers, formula[2] + c + a
-    message = 2 * (n - 1) / n * c
     for name, (plan, messages, held) in plans.items():
         found, most, sent, events = measured(plan, whole, x, goal, group)
-        yield dp.Row(name, worst(found, right), (sent, messages * message), (most, held))
+        sent = sent, messages * 2 * (n - 1) / n * c
+        yield dp.Row(name, worst(found, right), sent, (most, held))
     late = lambda events: float(events.index("send 2") > events.index("backward 5"))
+    plain = measured(every(layers, 2), whole, x, goal, group)[-1]
     yield dp.Row("  its sum is sent before a backward", late(events))
-    *_, events = measured(every(layers, 2), whole, x, goal, group)
-    yield dp.Row("  not ahead", late(events), wrong=1.0)
-    found, *_ = measured(every(layers, 1), whole, x, goal, group, again=False)
+    yield dp.Row("  not ahead", late(plain), wrong=1.0)
+    found = measured(every(layers, 1), whole, x, goal, group, again=False)[0]
     second = part(twin(whole, x, goal, partial(checkpoint, use_reentrant=False)), n, r)
     yield dp.Row("a second mask", worst(found, right), wrong=worst(second, right))
 

@@ -3,13 +3,15 @@
 import ast
 import itertools
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import kit
 import mutate
 import pytest
-from harness import ROOT, refusal, run_script
+from harness import ROOT, refusal, run_script, start_script
 
 CHAPTERS = sorted(ROOT.glob("0[1-7]_*.py"))
 ALONE = [*kit.CHAPTERS, *ROOT.glob("memory_math.py")]
@@ -150,6 +152,25 @@ def test_a_file_of_the_second_folder_has_room_for_one_concept():
     assert {name: count for name, count in lines.items() if count > 700} == {}
 
 
+@each([*CHAPTERS, *BEYOND])
+def test_ctrl_c_is_heeded_before_torch_loads(path):
+    """Loading takes seconds, and Python would answer Ctrl-C with a traceback."""
+    before = path.read_text().split("\nimport torch\n")[0].removesuffix("\nimport numpy as np")
+    first, second = before.splitlines()[-2:]
+    assert first == 'if __name__ == "__main__":'
+    assert second.startswith("    signal.signal(signal.SIGINT, signal.SIG_DFL)")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what a process has loaded")
+def test_ctrl_c_while_torch_loads_ends_a_chapter_without_a_word():
+    with start_script(CHAPTERS[0]) as process:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
 def test_the_launch_kit_stays_small():
     assert kit.kit().count("\n") <= 265
 
@@ -189,6 +210,7 @@ def test_the_lesson_comes_first(path):
         )
         names = [alias.asname or alias.name for node in ast.parse(lesson).body
                  if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        names.remove("signal")  # for Ctrl-C while torch loads
         assert [name for name in names if not used(name.split(".")[-1])] == []
 
 
