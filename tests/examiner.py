@@ -6,6 +6,7 @@ A question of accounting is graded by memory_math. workshop.py starts a `Trial` 
 
 import builtins
 import faulthandler
+import gc
 import itertools
 import math
 import operator
@@ -113,6 +114,7 @@ class Trial:
 def examine(attempt, folder, send, patience):
     """Send the questions that are solved, and the first failure or None. It runs in a process of
     its own. A failure is (test, kind of exception, its words, traceback)."""
+    gc.freeze()  # nothing from before the fork has to be searched for garbage
     os.setsid()
     watch_prints(attempt, folder)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)

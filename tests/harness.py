@@ -6,6 +6,7 @@ stood. A test's process itself never joins a group.
 """
 
 import faulthandler
+import gc
 import importlib
 import linecache
 import os
@@ -78,6 +79,7 @@ def on_ranks(n, function, *args, timeout=40):
 
 
 def _rank(rank, n, function, args, folder, timeout, answer):
+    gc.freeze()  # of what was there before the fork, nothing is this rank's garbage
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     sys.stdout = sys.stderr = open(f"{folder}/{rank}.out", "w", buffering=1)
