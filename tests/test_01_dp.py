@@ -829,7 +829,8 @@ def test_wrong_numbers_are_sentences(wrong, says):
 
 @pytest.mark.slow
 def test_the_run_learns_and_repeats_itself_bit_for_bit():
-    """Below the unigram entropy in 40 steps; the same digits and weights on any launcher."""
+    """Below the unigram entropy in 40 steps, where one step does not bring it; the same digits and
+    weights on any launcher."""
 
     def digits(steps, torchrun=0):
         done = run_script(ROOT / "01_dp.py", "--steps", steps, "--ranks", 2, torchrun=torchrun)
@@ -837,7 +838,7 @@ def test_the_run_learns_and_repeats_itself_bit_for_bit():
         *table, weights = done.stdout.splitlines()[-3:]
         return [line.split()[:2] for line in table] + [weights]
 
-    assert float(digits(40)[-2][1]) < 3.26
+    assert float(digits(40)[-2][1]) < 3.26 < float(digits(1)[-2][1])
     assert digits(11) == digits(11) == digits(11, torchrun=2)
 
 
