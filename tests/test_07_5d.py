@@ -184,7 +184,9 @@ def test_a_grid_equals_one_process(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", by_ranks(SLOW_CASES))
 def test_every_grid_equals_one_process(cases):
-    prove(*cases)
+    """Without the rows that are wrong on purpose: the test below has all of them on one grid."""
+    with patch.object(five, "wrong_on_purpose", lambda *_: ()):
+        prove(*cases)
 
 
 @question("Q7.2")
