@@ -124,7 +124,9 @@ def test_a_window_has_the_samples_of_its_shards_and_lasts_until_they_are_read(fo
         assert len({*where}) == 24
         windows.append([*shards])
     assert sorted(sum(windows[:3], [])) == sorted(sum(windows[3:], [])) == [*range(6)]
-    assert windows[:3] != windows[3:]  # the second epoch has another order
+    assert order.windows_of(0) != order.windows_of(1)  # the second epoch has another order
+    first = [order.where(number)[1] for number in range(12)]
+    assert len({*first}) == 2, "a window's shards are mixed, and not read one after the other"
 
 
 def test_unequal_shards_and_a_last_window_that_is_shorter():
@@ -139,6 +141,7 @@ def test_unequal_shards_and_a_last_window_that_is_shorter():
 def test_whole_numbers_keep_their_sum_and_are_off_by_less_than_one():
     assert data.largest_remainder(10, [1, 1, 1]) == [4, 3, 3]
     assert data.largest_remainder(7, [0.5, 0, 0.5]) == [4, 0, 3]
+    assert data.largest_remainder(10, [5.5, 2.6, 1.9]) == [5, 3, 2]
     for weights in [-1, 2], [0, 0]:
         with pytest.raises(ValueError, match="not 0"):
             data.largest_remainder(3, weights)
@@ -146,7 +149,7 @@ def test_whole_numbers_keep_their_sum_and_are_off_by_less_than_one():
 
 @question("QD.2")
 @pytest.mark.parametrize("counts", [
-    [600, 250, 100, 50], [1, 1], [7, 2, 1], [333, 333, 334], [998, 1, 1], [5], [0, 3, 2],
+    [600, 250, 100, 50], [1, 1], [3, 3, 2], [7, 2, 1], [333, 333, 334], [998, 1, 1], [5], [0, 3, 2],
     [5, 5, 5, 1, 1, 1], [90, 9, 1],
 ])  # fmt: skip
 def test_after_any_number_of_samples_each_domain_is_off_by_less_than_one(counts):
@@ -195,6 +198,8 @@ def test_doremi_raises_the_weight_of_what_a_model_does_worse_than_its_reference(
     assert weights.tolist() == pytest.approx([np.e / (np.e + 1), 1 / (np.e + 1)])
     smooth = data.doremi(torch.tensor([1.0, 0.0]), torch.zeros(2), smoothing=0.1)
     assert smooth.tolist() == pytest.approx([0.95, 0.05])
+    smooth = data.doremi(torch.tensor([1.0, 0.0]), torch.ones(2), smoothing=0.1)
+    assert smooth.tolist() == pytest.approx([0.95, 0.05])  # normed before it is smoothed
 
 
 def test_excess_counts_labels_of_all_ranks_and_only_where_it_costs_more():

@@ -62,6 +62,17 @@ def test_a_pair_counts_where_it_is_frequent_in_all_documents_together():
     assert on_ranks(2, learned) == [[(ord("q"), ord("r"))]] * 2
 
 
+@question("QB.1")
+def test_merges_are_those_of_a_group_where_other_ranks_have_other_documents():
+    documents = [[b"ab ab"], [b"ab"], [b"zz zz zz zz zz"]]
+
+    def learned():
+        group, r = dist.new_group([0, 1]), dist.get_rank()
+        return tokens.learn_merges(documents[r], 1, group) if r < 2 else None
+
+    assert on_ranks(3, learned) == [[(ord("a"), ord("b"))]] * 2 + [None]
+
+
 def test_merging_is_from_the_left_and_once():
     assert tokens.merged((1, 1, 1, 2, 1, 1), (1, 1), 9) == (9, 1, 2, 9)
     assert tokens.merged((1, 2), (2, 1), 9) == (1, 2)

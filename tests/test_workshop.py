@@ -635,7 +635,8 @@ def test_a_wrong_answer_is_caught_and_says_what_was_found(verdicts, id, why):
     assert verdict.state in ("wrong", "hangs"), workshop.told(verdict, trace=True)
     assert {"found", "raised", "hangs", "died"} & set(labels)
     assert "Traceback" not in workshop.told(verdict)
-    assert any(f"exercises/{BY_ID[id].chapter.name}:" in text for _, text in verdict.rows)
+    place = f"exercises/{BY_ID[id].chapter.relative_to(ROOT)}:"
+    assert any(place in text for _, text in verdict.rows)
 
 
 # ── wrong answers made by machine ────────────────────────────────────────────────────────────
